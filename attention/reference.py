@@ -1,0 +1,152 @@
+"""Paged attention in plain torch: the CPU backend, and the oracle for every other backend.
+
+K/V store and attention are one custom op that declares its mutation. Inside a compiled or recorded region that keeps
+the cache in place, and it keeps the true lengths, which only the device knows, out of sight of the tracer: they are
+read inside the op, so its work grows with them and not with the capacity of the block tables.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attention.backend import AttentionSpec
+from attention.kv_cache import store_kv
+from attention.types import AttnInputs
+
+# Keys visited at once; bounds the scratch memory of long contexts.
+BLOCK_TOKENS = 512
+
+torch.library.define(
+    "paged_attention::reference",
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor block_tables, Tensor seq_lens, "
+    "Tensor query_start, Tensor slot_mapping, float scale, int? window, float? softcap) -> Tensor",
+)
+
+
+@torch.library.impl("paged_attention::reference", "CompositeExplicitAutograd")
+def paged_attention_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Store `key`/`value` `[B, Hkv, L, D]`, attend with `query` `[B, Hq, L, D]`, return `[B, L, Hq, D]`.
+
+    Either every row has the same number of query tokens and B is the number of rows (decode), or B is 1 and the rows
+    are packed along L as `query_start` says (prefill). All rows are stored before any row attends.
+    """
+    store_kv(kv_cache, key, value, slot_mapping)
+    rows = seq_lens.shape[0]
+    if query.shape[0] == rows:
+        return _attend(query, kv_cache, block_tables, seq_lens, scale, window, softcap)
+    starts = query_start.tolist()
+    packed = [
+        _attend(query[:, :, a:b], kv_cache, block_tables[r : r + 1], seq_lens[r : r + 1], scale, window, softcap)
+        for r, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+    ]
+    return torch.cat(packed, dim=1)
+
+
+@torch.library.register_fake("paged_attention::reference")
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    batch, heads, length, head_dim = query.shape
+    return query.new_empty((batch, length, heads, head_dim))
+
+
+def _attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of the last L tokens of R sequences, in blocks of keys with a running softmax.
+
+    `query` is `[R, Hq, L, D]`; the result `[R, L, Hq, D]`. Query heads of one group are folded into the query axis,
+    so K and V are never repeated.
+    """
+    rows, num_heads, length, head_dim = query.shape
+    _, _, kv_heads, page_size, _ = kv_cache.shape
+    group = num_heads // kv_heads
+    q = (query.float() * scale).reshape(rows * kv_heads, group * length, head_dim)
+    query_pos = seq_lens.unsqueeze(1) - length + torch.arange(length, device=query.device)  # [R, L]
+
+    longest = int(seq_lens.max())
+    first = 0 if window is None else max(0, int(seq_lens.min()) - length - window + 1)
+    block_pages = max(1, BLOCK_TOKENS // page_size)
+    peak = q.new_full((rows * kv_heads, group * length, 1), -1e30)  # finite, so that a fully masked block adds zero
+    total = q.new_zeros((rows * kv_heads, group * length, 1))
+    out = torch.zeros_like(q)
+    for page in range(first // page_size, -(-longest // page_size), block_pages):
+        k, v = _gather(kv_cache, block_tables[:, page : page + block_pages])
+        key_pos = page * page_size + torch.arange(k.shape[1], device=q.device)
+        visible = key_pos <= query_pos.unsqueeze(-1)  # [R, L, N]
+        if window is not None:
+            visible &= key_pos > query_pos.unsqueeze(-1) - window
+        scores = torch.bmm(q, k.transpose(1, 2))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.view(rows, kv_heads * group, length, -1).masked_fill_(~visible.unsqueeze(1), float("-inf"))
+        scores = scores.view(rows * kv_heads, group * length, -1)
+        # Places past the end of a sequence may hold anything, NaN included, and 0 * NaN is NaN.
+        unused = (key_pos >= seq_lens.unsqueeze(1)).repeat_interleave(kv_heads, dim=0)
+        v = v.masked_fill_(unused.unsqueeze(-1), 0.0)
+        new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
+        weights = torch.exp(scores - new_peak)
+        decay = torch.exp(peak - new_peak)
+        total = total * decay + weights.sum(dim=-1, keepdim=True)
+        out = torch.baddbmm(out * decay, weights, v)
+        peak = new_peak
+    out = (out / total).view(rows, num_heads, length, head_dim)
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _gather(kv_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of `pages` `[R, N]` as float32 `[R * Hkv, N * page_size, D]`, laid out for one batched product."""
+    _, _, kv_heads, page_size, head_dim = kv_cache.shape
+    flat = kv_cache.view(-1, page_size * head_dim)  # row = (page * 2 + k_or_v) * Hkv + head
+    heads = torch.arange(kv_heads, device=pages.device).view(1, -1, 1)
+    index = (pages.unsqueeze(1) * (2 * kv_heads) + heads).flatten()
+    shape = (pages.shape[0] * kv_heads, pages.shape[1] * page_size, head_dim)
+    return flat.index_select(0, index).view(shape).float(), flat.index_select(0, index + kv_heads).view(shape).float()
+
+
+class ReferenceBackend:
+    """The torch backend: any device, any head size, sliding windows and soft caps."""
+
+    name = "reference"
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        inputs: AttnInputs,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.paged_attention.reference(
+            query, key, value, kv_cache, *inputs, spec.scale, spec.window, spec.softcap
+        )
+        return out

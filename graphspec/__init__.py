@@ -1,0 +1,22 @@
+"""graphspec: LLM inference where speculation makes every decode step the same shape."""
+
+from pathlib import Path
+
+import attention
+import graphs
+
+_ROOT = Path(__file__).resolve().parent.parent
+for _package in (graphs, attention):
+    _found = Path(str(_package.__file__)).resolve().parent
+    if _found.parent != _ROOT:
+        raise ImportError(
+            f'graphspec needs its own package "{_package.__name__}" from {_ROOT}, but {_found} shadows it: '
+            "remove that folder from the path or uninstall its distribution"
+        )
+
+from graphspec.config import EngineConfig  # noqa: E402
+from graphspec.engine import Engine  # noqa: E402
+from graphspec.request import Completion, SamplingParams, StepOutput, Usage  # noqa: E402
+from graphspec.stats import EngineStats  # noqa: E402
+
+__all__ = ["Completion", "Engine", "EngineConfig", "EngineStats", "SamplingParams", "StepOutput", "Usage"]

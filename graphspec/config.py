@@ -1,0 +1,155 @@
+"""Engine configuration: what a user may set, what the machine decides, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DRAFTERS = ("none", "ngram", "forced")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything tunable. None (or "auto") means: decided from the model and the machine at start-up.
+
+    num_speculative_tokens   k >= 0, drafts per request in every decode step; 0 turns speculation off
+    drafter                  "ngram" proposes from the request's own text, "none" only with k = 0, "forced" accepts
+                             exactly `forced_num_accepted` drafts per step (benchmarks: the text is not the model's)
+    ngram_min, ngram_max     shortest and longest n-gram that "ngram" matches
+    depth                    launches in flight beyond the one whose answer is taken; 0 is synchronous, 1 the default
+    page_size                tokens per KV page
+    num_pages                KV pages; None: as many as max_num_seqs requests of max_model_len need, but at most
+                             `kv_memory_fraction` of the free memory
+    max_num_seqs             requests that run at once
+    max_model_len            most tokens of a request, prompt and output; None: the model's own limit
+    max_prefill_tokens       prompt tokens per launch; decode rows never wait for this budget
+    dtype                    "auto" (the checkpoint's), "float32", "bfloat16" or "float16"
+    device                   "auto", "cpu" or "cuda"
+    attention_backend        "auto" or "reference"
+    compile                  torch.compile the decode forward; None: off on the CPU, on with CUDA
+    seed                     seeds the seeds of requests that bring none; None: from the operating system
+
+    Raises ValueError for values that cannot work together.
+    """
+
+    num_speculative_tokens: int = 3
+    drafter: str = "ngram"
+    forced_num_accepted: int = 0
+    ngram_min: int = 2
+    ngram_max: int = 4
+    depth: int = 1
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_fraction: float = 0.3
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    max_prefill_tokens: int = 1024
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    compile: bool | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        rules = (
+            (0 <= k <= 64, f"num_speculative_tokens must be in 0 .. 64, got {k}; 0 turns speculation off"),
+            (self.drafter in DRAFTERS, f'unknown drafter "{self.drafter}": use one of {", ".join(DRAFTERS)}'),
+            (k == 0 or self.drafter != "none", 'drafter "none" drafts nothing: set num_speculative_tokens=0 with it'),
+            (0 <= self.forced_num_accepted <= k or self.drafter != "forced",
+             f"forced_num_accepted must be in 0 .. num_speculative_tokens ({k}), got {self.forced_num_accepted}"),
+            (1 <= self.ngram_min <= self.ngram_max <= 16,
+             f"need 1 <= ngram_min <= ngram_max <= 16, got {self.ngram_min} and {self.ngram_max}"),
+            (0 <= self.depth <= 8, f"depth must be in 0 .. 8, got {self.depth}"),
+            (self.page_size >= 1, f"page_size must be positive, got {self.page_size}"),
+            (self.num_pages is None or self.num_pages >= 1, f"num_pages must be positive, got {self.num_pages}"),
+            (0.0 < self.kv_memory_fraction <= 1.0,
+             f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}"),
+            (self.max_num_seqs >= 1, f"max_num_seqs must be positive, got {self.max_num_seqs}"),
+            (self.max_model_len is None or self.max_model_len >= 2,
+             f"max_model_len must be at least 2 (one prompt and one output token), got {self.max_model_len}"),
+            (self.max_prefill_tokens >= 1, f"max_prefill_tokens must be positive, got {self.max_prefill_tokens}"),
+            (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
+        )  # fmt: skip
+        for holds, sentence in rules:
+            if not holds:
+                raise ValueError(sentence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """The numbers the engine runs with, all decided. `user` is the configuration they come from."""
+
+    user: EngineConfig
+    max_model_len: int
+    num_pages: int
+    history_width: int  # token positions a slot can hold: room for launches in flight past max_model_len
+    table_width: int  # page-table entries that cover history_width
+
+    @property
+    def num_draft(self) -> int:
+        return self.user.num_speculative_tokens
+
+
+def resolve(config: EngineConfig, *, model_limit: int, page_bytes: int, free_bytes: int) -> ResolvedConfig:
+    """Fill in what depends on the model and the machine. Raises ValueError if the KV pool cannot hold a request."""
+    max_model_len = config.max_model_len or model_limit
+    if max_model_len > model_limit:
+        raise ValueError(f"max_model_len {max_model_len} exceeds the model's limit of {model_limit} tokens: lower it")
+    k = config.num_speculative_tokens
+    history_width = max_model_len + (config.depth + 1) * (1 + k) + k
+    per_request = -(-max_model_len // config.page_size)
+    affordable = int(free_bytes * config.kv_memory_fraction) // page_bytes
+    num_pages = config.num_pages or min(config.max_num_seqs * per_request, affordable)
+    if num_pages < 1:
+        raise ValueError(
+            f"{free_bytes >> 20} MiB of free memory and kv_memory_fraction={config.kv_memory_fraction} leave no room "
+            "for a single KV page: free memory or raise the fraction"
+        )
+    return ResolvedConfig(
+        user=config,
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        history_width=history_width,
+        table_width=-(-history_width // config.page_size),
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises ValueError for a device this build of torch cannot use."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f'unknown device "{name}": use "auto", "cpu" or "cuda"')
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError('device "cuda" is not available: install a CUDA build of torch and its driver, or use "cpu"')
+    return torch.device(name)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated on `device` now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError, AttributeError):
+        return 4 << 30
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: `$XDG_CACHE_HOME/graphspec`, by default `~/.cache/graphspec`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "graphspec"
+
+

@@ -1,0 +1,26 @@
+"""Forced acceptance, for benchmarks: separates the cost of the engine from the quality of a drafter."""
+
+from __future__ import annotations
+
+import torch
+
+from graphspec.drafting.ngram import NgramDrafter
+
+
+class ForcedDrafter:
+    """Drafts like `ngram`, so that a step does the same work, and has exactly `num_accepted` drafts accepted.
+
+    With num_accepted = 0 the text is the model's; otherwise it is not, and completions say so.
+    """
+
+    name = "forced"
+
+    def __init__(self, drafter: NgramDrafter, num_accepted: int) -> None:
+        self._drafter = drafter
+        self.forced_num_accepted: int | None = num_accepted
+
+    def lookahead(self, num_draft: int) -> int:
+        return self._drafter.lookahead(num_draft)
+
+    def propose(self, history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
+        return self._drafter.propose(history, lengths, num_draft)

@@ -1,0 +1,293 @@
+"""The engine: requests in, tokens out, one launch per step and one wait."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from graphs import check_compiler
+from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
+from graphspec.drafting import create_drafter
+from graphspec.model import PagedModel, load_module, model_path
+from graphspec.request import Completion, FinishReason, Request, SamplingParams, StepOutput, Usage
+from graphspec.runner import Launched, Runner, kv_layout
+from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
+from graphspec.stats import EngineStats, LoopTimes, snapshot
+from graphspec.text import TextStream
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Engine:
+    """Serves requests on one model with static 1 + k decode steps and a scheduler that runs ahead of the device.
+
+    `model` is a transformers causal LM and belongs to the engine until `close`. Not thread-safe: one thread adds
+    requests and calls `step`.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        device = next(model.parameters()).device
+        if config.compile:
+            check_compiler(device)
+        paged = PagedModel(model)
+        drafter = create_drafter(config)
+        self.config = resolve(
+            config,
+            model_limit=paged.facts.max_positions,
+            page_bytes=kv_layout(paged, config.page_size, 1).page_bytes,
+            free_bytes=free_memory(device),
+        )
+        self._facts, self._tokenizer = paged.facts, tokenizer
+        self._synthetic = bool(drafter.forced_num_accepted)
+        self._runner = Runner(paged, self.config, drafter, device)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_prefill_tokens=config.max_prefill_tokens,
+                num_draft=self.config.num_draft,
+                lookahead=drafter.lookahead(self.config.num_draft),
+                page_size=config.page_size,
+                num_pages=self.config.num_pages,
+                table_width=self.config.table_width,
+            )
+        )
+        self._in_flight: deque[Launched] = deque()
+        self._requests: dict[str, Request] = {}
+        self._texts: dict[str, TextStream] = {}
+        self._undelivered: list[StepOutput] = []
+        self._seeds = random.Random(config.seed)
+        self._num_added = 0
+        self._times = LoopTimes()
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(cls, model: str, config: EngineConfig | None = None) -> Engine:
+        """An engine for `model`: "smollm2-135m" (built in), a local folder in Hugging Face layout, or a hub id.
+
+        Raises ValueError, in one sentence, for a model that cannot be loaded or run and for a configuration that
+        cannot work. dtype "auto" means float32 on the CPU and the checkpoint's dtype on CUDA.
+        """
+        config = config or EngineConfig()
+        device = resolve_device(config.device)
+        dtype = DTYPES.get(config.dtype, torch.float32 if device.type == "cpu" else None)
+        module = load_module(model, dtype, device)
+        return cls(module, AutoTokenizer.from_pretrained(model_path(model)), config)
+
+    # Requests.
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> str:
+        """Queue a request and return its id.
+
+        `prompt` is text, token ids, or chat messages (`{"role": ..., "content": ...}`), which go through the
+        tokenizer's chat template. Raises ValueError before anything is touched if the prompt is empty, holds an id
+        outside the vocabulary, leaves no room below max_model_len, or could never fit the KV pool.
+        """
+        self._check_open()
+        params = params or SamplingParams()
+        token_ids = self._encode(prompt)
+        self._check_prompt(token_ids, params)
+        request = Request(
+            request_id=str(self._num_added),
+            prompt_ids=token_ids,
+            params=params,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            arrival=self._num_added,
+            limit=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids),
+        )
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        if self._tokenizer is not None:
+            self._texts[request.request_id] = TextStream(self._tokenizer)
+        self._scheduler.add(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now. Its last output, with finish reason "abort", comes with the next `step`. False if there
+        is no such unfinished request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._scheduler.abort(request)
+        self._undelivered.append(self._deliver(Emission(request, [], "abort")))
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` still has something to return."""
+        return bool(self._undelivered) or self._scheduler.has_requests()
+
+    # The loop.
+
+    def step(self) -> list[StepOutput]:
+        """Launch one step and take the answers that are due; returns what became known in this call.
+
+        The result may be empty while the pipeline fills. Raises `graphs.StreamError` if a launch failed.
+        """
+        self._check_open()
+        started, waited = time.perf_counter(), 0.0
+        plan = self._scheduler.next()
+        if plan is not None:
+            self._in_flight.append(self._runner.launch(plan))
+        outputs, self._undelivered = self._undelivered, []
+        idle = plan is None
+        while self._in_flight and (len(self._in_flight) > self.config.user.depth or idle):
+            idle = False
+            done = self._in_flight.popleft()
+            waited += self._wait(done)
+            outputs += [self._deliver(e) for e in self._scheduler.commit(done.plan, done.result())]
+        self._times.host.append(time.perf_counter() - started - waited)
+        return outputs
+
+    def _wait(self, launched: Launched) -> float:
+        """The only place where the host waits for the device. Returns the seconds it did."""
+        started = time.perf_counter()
+        launched.event.wait()
+        waited = time.perf_counter() - started
+        self._times.waited.append(waited)
+        self._times.busy.append(launched.event.busy_seconds())
+        self._times.idle.append(launched.event.idle_before_seconds())
+        return waited
+
+    def _deliver(self, emission: Emission) -> StepOutput:
+        request, reason = emission.request, emission.finish_reason
+        text = self._texts.get(request.request_id)
+        piece = "" if text is None else text.push(emission.token_ids, final=reason is not None)
+        if reason is not None:
+            del self._requests[request.request_id]
+            self._texts.pop(request.request_id, None)
+        return StepOutput(request.request_id, emission.token_ids, piece, reason)
+
+    # Conveniences over the loop.
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Complete `prompts`, in order, with one set of parameters or one per prompt. Shows a progress bar.
+
+        If one prompt is refused (ValueError, see `add_request`), none is started.
+        """
+        every = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(every) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many sampling parameters, got {len(every)}")
+        encoded = [self._encode(prompt) for prompt in prompts]
+        for token_ids, own in zip(encoded, every, strict=True):
+            self._check_prompt(token_ids, own)
+        ids = [self.add_request(token_ids, own) for token_ids, own in zip(encoded, every, strict=True)]
+        requests = {i: self._requests[i] for i in ids}
+        texts = dict.fromkeys(ids, "")
+        others: list[StepOutput] = []
+        tokens = 0
+        started = time.perf_counter()
+        with tqdm(total=len(ids), desc="requests", disable=not progress, unit="req") as bar:
+            while any(request.finish_reason is None for request in requests.values()):
+                for output in self.step():
+                    if output.request_id not in requests:
+                        others.append(output)
+                        continue
+                    tokens += len(output.new_token_ids)
+                    texts[output.request_id] += output.new_text
+                    bar.update(output.finish_reason is not None)
+                rate = tokens / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
+        self._undelivered += others
+        return [self._completion(requests[i], texts[i]) for i in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
+        """Yield the outputs of one request as they come. Closing the iterator early aborts the request."""
+        request_id = self.add_request(prompt, params)
+        return self._outputs_of(request_id)
+
+    def _outputs_of(self, request_id: str) -> Iterator[StepOutput]:
+        try:
+            while request_id in self._requests:
+                outputs = self.step()
+                self._undelivered += [o for o in outputs if o.request_id != request_id]
+                yield from (o for o in outputs if o.request_id == request_id)
+        finally:
+            if self.abort(request_id):
+                self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
+
+    def _completion(self, request: Request, text: str) -> Completion:
+        reason: FinishReason | None = request.finish_reason
+        assert reason is not None
+        return Completion(
+            request_id=request.request_id,
+            token_ids=request.output_ids,
+            text=text,
+            finish_reason=reason,
+            usage=Usage(len(request.prompt_ids), len(request.output_ids)),
+            seed=request.seed,
+            synthetic=self._synthetic,
+        )
+
+    # State.
+
+    def stats(self) -> EngineStats:
+        """Counters and times since the engine was created."""
+        scheduler = self._scheduler
+        return snapshot(
+            scheduler.stats, self._times, scheduler.num_running, len(scheduler.waiting), scheduler.pool.num_free
+        )
+
+    def close(self) -> None:
+        """Wait for launches in flight, release the device and give the model back. Closing twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Input.
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if self._tokenizer is None:
+            raise ValueError("this engine has no tokenizer: pass token ids")
+        if isinstance(prompt, str):
+            ids: list[int] = self._tokenizer.encode(prompt)
+            return ids
+        text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
+        config, vocab = self.config, self._facts.vocab_size
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        for what, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((token for token in ids if not 0 <= token < vocab), None)
+            if bad is not None:
+                raise ValueError(f"token id {bad} in {what} is outside the vocabulary 0 .. {vocab - 1}")
+        if len(token_ids) >= config.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {config.max_model_len}, which leaves no "
+                "room for output: shorten the prompt or raise max_model_len"
+            )
+        pages = self._scheduler.pages_for(min(len(token_ids) + params.max_tokens, config.max_model_len))
+        if pages > config.num_pages:
+            raise ValueError(
+                f"the request may need {pages} KV pages and the pool has {config.num_pages}: "
+                "lower max_tokens, shorten the prompt or raise num_pages"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed: create a new one")

@@ -1,0 +1,244 @@
+"""Transformers causal language models with paged attention plugged in through the attention interface.
+
+Modules and their forwards are never patched. The per-launch `AttnInputs` travel as a keyword argument through
+`model(...)` down to the attention function; the KV tensor of a layer hangs on its attention module as a buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from attention import AttentionBackend, AttentionSpec, AttnInputs
+from graphspec.builtin_model import NAME as BUILTIN_NAME
+from graphspec.builtin_model import builtin_model_path
+
+# Names that contain "flash", "sdpa", "flex" or "paged|" take other paths inside transformers.
+ATTENTION_NAME = "graphspec_paged"
+
+# Keyword arguments that reach the attention function and do not change its meaning here. Anything else does, or might,
+# and is refused: a model with attention sinks, say, would otherwise compute wrong text without a word.
+HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "layer_idx"}
+
+
+class UnsupportedModelError(ValueError):
+    """The model needs something that paged attention here does not do (yet)."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine must know of a model."""
+
+    vocab_size: int
+    max_positions: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eos_ids: frozenset[int]
+    dtype: torch.dtype
+
+
+def model_path(name: str) -> str:
+    """A local folder or hub id for `name`; the built-in model is unpacked on first use.
+
+    Raises ValueError if `name` is a local folder that holds no model.
+    """
+    if name == BUILTIN_NAME:
+        return str(builtin_model_path())
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise ValueError(f'"{name}" is no model folder: it has no config.json; name a folder in Hugging Face layout')
+    return name
+
+
+def load_module(name: str, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """The transformers model at `name` (see `model_path`), in `dtype` (None: the checkpoint's) on `device`.
+
+    Raises ValueError, in one sentence, for a missing or corrupt checkpoint and `UnsupportedModelError` for a model
+    this engine cannot run.
+    """
+    path = model_path(name)
+    try:
+        check_config(AutoConfig.from_pretrained(path))
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, output_loading_info=True
+        )
+    except UnsupportedModelError:
+        raise
+    except Exception as caught:
+        what = str(caught).strip().splitlines()
+        reason = what[0] if what else type(caught).__name__
+        raise ValueError(
+            f'cannot load a causal language model from "{name}": {reason}; '
+            f'name "{BUILTIN_NAME}", a complete local folder or a hub id'
+        ) from caught
+    if info["missing_keys"] or info["mismatched_keys"]:
+        keys = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+        raise ValueError(f'the checkpoint "{name}" is incomplete: no usable weights for {keys[0]} ({len(keys)} in all)')
+    return cast(nn.Module, module.eval().requires_grad_(False).to(device))
+
+
+def check_config(config: Any) -> None:
+    """Refuse, with the reason, architectures whose meaning would silently change here."""
+    config = config.get_text_config()
+    for rope in _rope_parameters(config):
+        if (kind := rope.get("rope_type", "default")) in ("dynamic", "longrope"):
+            raise UnsupportedModelError(f'rope type "{kind}" depends on the length of a whole batch: not supported yet')
+    layers = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if layers:
+        raise UnsupportedModelError(f"layers of type {sorted(layers)} (recurrent, hybrid, ...) are not supported yet")
+    for attribute, what in (
+        ("kv_lora_rank", "multi-head latent attention"),
+        ("alibi", "ALiBi position biases"),
+        ("num_kv_shared_layers", "KV shared between layers"),
+    ):
+        if getattr(config, attribute, None):
+            raise UnsupportedModelError(f"{what} is not supported yet")
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]  # one set per layer type
+    return nested or [rope]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged: AttnInputs | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered with transformers: `query` `[B, Hq, L, D]` -> (`[B, L, Hq, D]`, None)."""
+    unknown = {name for name, given in kwargs.items() if given is not None} - HARMLESS
+    if unknown or attention_mask is not None or dropout:
+        odd = sorted(unknown) or ["attention_mask" if attention_mask is not None else "dropout"]
+        raise UnsupportedModelError(f"the model passes {odd} to attention, which paged attention does not support")
+    if paged is None:
+        raise UnsupportedModelError("the model does not hand its keyword arguments down to attention")
+    backend = cast(AttentionBackend, module.paged_backend)
+    spec = AttentionSpec(scaling, sliding_window, softcap)
+    return backend.attend(query, key, value, cast(torch.Tensor, module.paged_kv), paged, spec), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+class PagedModel:
+    """A causal LM bound to one paged KV cache. `close` gives the module back as it was."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.config: Any = module.config
+        check_config(self.config)
+        text = self.config.get_text_config()
+        self._previous_attention = text._attn_implementation
+        module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+        self.attention_modules = [m for m in module.modules() if _is_attention(m)]
+        if any(hasattr(m, "paged_kv") for m in self.attention_modules):
+            raise ValueError("this model object already belongs to an engine: close that engine or load the model again")
+        if any(hasattr(m, "sinks") for m in self.attention_modules):
+            raise UnsupportedModelError("attention sinks are not supported yet")
+        heads = text.num_attention_heads
+        self.facts = ModelFacts(
+            vocab_size=text.vocab_size,
+            max_positions=text.max_position_embeddings,
+            num_layers=len(self.attention_modules),
+            num_heads=heads,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            eos_ids=_eos_ids(module, text),
+            dtype=next(module.parameters()).dtype,
+        )
+
+    def bind(self, kv_caches: list[torch.Tensor], backend: AttentionBackend) -> None:
+        """Attach one KV tensor per layer. Raises UnsupportedModelError if a forward does not pass through each."""
+        for module, kv_cache in zip(self.attention_modules, kv_caches, strict=True):
+            module.register_buffer("paged_kv", kv_cache, persistent=False)
+            object.__setattr__(module, "paged_backend", _CountingBackend())
+        self._probe()
+        for module in self.attention_modules:
+            object.__setattr__(module, "paged_backend", backend)
+
+    def _probe(self) -> None:
+        """One token through the model with a backend that only counts: every layer must call it exactly once."""
+        device = next(self.module.parameters()).device
+        one = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        inputs = AttnInputs(*(torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)))
+        with torch.no_grad():
+            self.forward(one, one, inputs, 1)
+        calls = [cast(_CountingBackend, m.paged_backend).calls for m in self.attention_modules]
+        if not calls or set(calls) != {1}:
+            raise UnsupportedModelError("the model does not compute its attention through the attention interface")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        paged: AttnInputs,
+        logits_to_keep: int | torch.Tensor = 0,
+    ) -> torch.Tensor:
+        """`input_ids`, `positions` `[B, L]` -> logits `[B, L', V]` of the kept positions (0 keeps all).
+
+        No cache argument is named: `use_cache=False` keeps transformers' own cache out of the way.
+        """
+        out = self.module(
+            input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, paged=paged
+        )
+        return cast(torch.Tensor, out.logits)
+
+    def close(self) -> None:
+        for module in self.attention_modules:
+            if hasattr(module, "paged_kv"):
+                del module.paged_kv
+                del module.paged_backend
+        self.module.set_attn_implementation(self._previous_attention)  # type: ignore[operator]
+
+
+class _CountingBackend:
+    """Stands in for attention in the probe: right shapes, no arithmetic."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        inputs: AttnInputs,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        self.calls += 1
+        assert kv_cache.shape[2] == key.shape[1], "a layer has another number of KV heads than the configuration says"
+        assert kv_cache.shape[4] == key.shape[3], "a layer has another head size than the configuration says"
+        return torch.zeros_like(query.transpose(1, 2).contiguous())
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx") and hasattr(module, "scaling")
+
+
+def _eos_ids(module: nn.Module, text_config: Any) -> frozenset[int]:
+    generation = getattr(module, "generation_config", None)
+    for source in (generation, module.config, text_config):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()

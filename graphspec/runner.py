@@ -1,0 +1,111 @@
+"""The device owner: stream, model, KV cache, slot state. Nothing else touches the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention import KVLayout, allocate_kv_cache, create_backend
+from graphs import BucketLadder, Event, GraphKey, compile_static, create_stream
+from graphspec.config import ResolvedConfig
+from graphspec.drafting import Drafter
+from graphspec.iteration import DecodeInputs, Forward, Iteration, PrefillInputs
+from graphspec.model import PagedModel
+from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
+from graphspec.state import admit, allocate_state
+from graphspec.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A launch in flight: the plan it knew, the arrays its answer arrives in, and the event that says when."""
+
+    plan: StepPlan
+    staged: StagedStep
+    event: Event
+
+    def result(self) -> StepResult:
+        """Copy the answer. Call after `event.wait()`."""
+        prefill, decode = self.plan.prefill, self.plan.decode
+        return StepResult(
+            prefill=None if prefill is None else read_rows(self.staged.prefill_output, len(prefill.slots)),
+            decode=None if decode is None else read_rows(self.staged.decode_output, len(decode.slots)),
+        )
+
+
+class Runner:
+    """Launches plans. `launch` returns at once; stream order is admissions, prefill chunks, decode step, read-back."""
+
+    def __init__(self, model: PagedModel, config: ResolvedConfig, drafter: Drafter, device: torch.device) -> None:
+        user = config.user
+        self.device = device
+        self.ladder = BucketLadder.up_to(user.max_num_seqs)
+        self._model = model
+        self._stream = create_stream(device)
+        layout = kv_layout(model, user.page_size, config.num_pages)
+        model.bind(allocate_kv_cache(layout, device), create_backend(user.attention_backend))
+        state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, device)
+        compiled = user.compile if user.compile is not None else device.type == "cuda"
+        forward: Forward = compile_static(model.forward) if compiled else model.forward
+        self._prefill, self._decode = (
+            Iteration(f, state, drafter, user.page_size, config.num_pages, config.max_model_len)
+            for f in (model.forward, forward)
+        )
+        sizes = StagingSizes(
+            max_rows=user.max_num_seqs,
+            max_prefill_tokens=user.max_prefill_tokens,
+            table_width=config.table_width,
+            num_draft=config.num_draft,
+            scratch_slot=state.scratch_slot,
+            scratch_page=config.num_pages,
+        )
+        self._ring = StagingRing(sizes, user.depth, pin=device.type == "cuda")
+        self._state = state
+        # The static inputs every decode step reads: one set for all buckets, each bucket its leading rows.
+        self._inputs = DecodeInputs(
+            row_slots=torch.full((user.max_num_seqs,), state.scratch_slot, dtype=torch.int64, device=device),
+            block_tables=torch.full(
+                (user.max_num_seqs, config.table_width), config.num_pages, dtype=torch.int32, device=device
+            ),
+        )
+
+    def launch(self, plan: StepPlan) -> Launched:
+        staged = self._ring.take()
+        prefill = None if plan.prefill is None else staged.fill_prefill(plan.prefill)
+        decode = None
+        if plan.decode is not None:
+            decode = staged.fill_decode(plan.decode, self.ladder.pad(len(plan.decode.slots)))
+        staged.event = self._stream.submit(lambda: self._run(plan, staged, prefill, decode))
+        return Launched(plan, staged, staged.event)
+
+    def _run(
+        self, plan: StepPlan, staged: StagedStep, prefill: PrefillInputs | None, decode: DecodeInputs | None
+    ) -> None:
+        for admission in plan.admissions:
+            admit(self._state, admission)
+        if prefill is not None and plan.prefill is not None:
+            on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in prefill))
+            out = self._prefill.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
+            staged.prefill_output[: len(out)].copy_(out, non_blocking=True)
+        if decode is not None and plan.decode is not None:
+            rows = decode.row_slots.shape[0]
+            inputs = DecodeInputs(*(t[:rows] for t in self._inputs))
+            for static, new in zip(inputs, decode, strict=True):
+                static.copy_(new, non_blocking=True)
+            k = plan.decode.num_draft
+            out = self._step(GraphKey("decode", rows, k, k, plan.decode.sampler), inputs)
+            staged.decode_output[:rows].copy_(out, non_blocking=True)
+
+    def _step(self, key: GraphKey, inputs: DecodeInputs) -> torch.Tensor:
+        return self._decode.decode(inputs, key.num_draft, key.sampler)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._model.close()
+
+
+def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
+    """The KV cache of `num_pages` pages and the scratch page behind them."""
+    facts = model.facts
+    return KVLayout(facts.num_layers, num_pages + 1, page_size, facts.num_kv_heads, facts.head_dim, facts.dtype)

@@ -1,0 +1,86 @@
+"""What the host knows about each slot, as a structure of arrays: per-row work is vectorised, no objects in loops."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphspec.request import Request
+from graphspec.step import IntArray, PageTable
+
+FREE, PREFILL, DECODE = 0, 1, 2
+
+
+class SlotTable:
+    """Host facts of S slots. Every array is indexed by slot.
+
+    phase           FREE, PREFILL or DECODE
+    epoch           bumped whenever the slot changes hands; answers of an older epoch are dropped
+    settled         tokens whose acceptance the host has seen, prompt included
+    placeholders    output positions in flight
+    sampling        launches in flight that will emit at least one token
+    prefilled       tokens covered by launched prefill chunks
+    limit           most tokens the request may reach
+    arrival         order of arrival of the request
+    needs           SamplerNeeds of the request
+    last_step       newest launch that holds the slot, the fence of its pages
+    num_pages, page_table [S, P]   pages owned; the other entries hold the scratch page
+    """
+
+    def __init__(self, num_slots: int, table_width: int, scratch_page: int) -> None:
+        self.num_slots = num_slots
+        self.scratch_page = scratch_page
+        self.phase = np.zeros(num_slots, np.int8)
+        self.epoch, self.settled, self.placeholders, self.sampling = (_zeros(num_slots) for _ in range(4))
+        self.prefilled, self.limit, self.arrival, self.needs = (_zeros(num_slots) for _ in range(4))
+        self.last_step = np.full(num_slots, -1, np.int64)
+        self.num_pages = _zeros(num_slots)
+        self.page_table: PageTable = np.full((num_slots, table_width), scratch_page, np.int32)
+        self.stop_ids: IntArray = np.full((num_slots, 1), -1, np.int64)  # padded with -1, which is no token
+        self.request: list[Request | None] = [None] * num_slots
+        self._unused = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_unused(self) -> int:
+        return len(self._unused)
+
+    def occupy(self, request: Request) -> int:
+        """Give a free slot to `request`. The caller has checked `num_unused`."""
+        slot = self._unused.pop()
+        request.slot = slot
+        self.request[slot] = request
+        self.phase[slot] = PREFILL
+        self.settled[slot] = request.num_tokens
+        self.prefilled[slot] = 0
+        self.limit[slot] = request.limit
+        self.arrival[slot] = request.arrival
+        self.needs[slot] = int(request.params.needs)
+        if len(request.stop_ids) > self.stop_ids.shape[1]:
+            extra = len(request.stop_ids) - self.stop_ids.shape[1]
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(request.stop_ids)] = sorted(request.stop_ids)
+        return slot
+
+    def append_pages(self, slot: int, pages: list[int]) -> None:
+        owned = int(self.num_pages[slot])
+        self.page_table[slot, owned : owned + len(pages)] = pages
+        self.num_pages[slot] = owned + len(pages)
+
+    def vacate(self, slot: int) -> list[int]:
+        """The one reset of a slot (finish, abort, preemption). Returns the pages it owned."""
+        request = self.request[slot]
+        assert request is not None
+        pages: list[int] = self.page_table[slot, : self.num_pages[slot]].tolist()
+        request.slot = None
+        self.request[slot] = None
+        self.phase[slot] = FREE
+        self.epoch[slot] += 1
+        for array in (self.settled, self.placeholders, self.sampling, self.prefilled, self.limit, self.num_pages):
+            array[slot] = 0
+        self.page_table[slot] = self.scratch_page
+        self._unused.append(slot)
+        return pages
+
+
+def _zeros(count: int) -> IntArray:
+    return np.zeros(count, np.int64)

@@ -1,0 +1,85 @@
+"""The device truth: what is known about each slot after everything launched so far has run.
+
+Rows gather from it and scatter to it inside a step; the host never reads it. Slot `num_slots` is the scratch slot:
+padding rows use it, and every step leaves it as it was.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from graphspec.step import Admission
+
+MASK32 = 0xFFFFFFFF
+
+
+def as_int32(value: int) -> int:
+    """The signed 32-bit integer with the low 32 bits of `value`."""
+    value &= MASK32
+    return value - (1 << 32) if value >> 31 else value
+
+
+class SamplingRows(NamedTuple):
+    """Sampling parameters of R rows (or of all slots)."""
+
+    temperature: torch.Tensor  # [R] float32, 0 = greedy
+    top_k: torch.Tensor  # [R] int32, 0 = off
+    top_p: torch.Tensor  # [R] float32
+    min_p: torch.Tensor  # [R] float32
+    seed: torch.Tensor  # [R, 2] int32, low and high word
+
+    def rows(self, slots: torch.Tensor) -> SamplingRows:
+        return SamplingRows(*(field.index_select(0, slots) for field in self))
+
+
+class SlotState(NamedTuple):
+    """One row per slot, and the scratch slot last (S + 1 rows)."""
+
+    computed: torch.Tensor  # [S + 1] int64, tokens with KV = position of the last token
+    last_token: torch.Tensor  # [S + 1] int64, the newest token; it has no KV yet
+    drafts: torch.Tensor  # [S + 1, k] int64, proposals for the tokens after it
+    history: torch.Tensor  # [S + 1, H] int64, token at each position; valid up to `computed`, stale beyond
+    sampling: SamplingRows
+
+    @property
+    def scratch_slot(self) -> int:
+        return self.computed.shape[0] - 1
+
+
+def allocate_state(num_slots: int, num_draft: int, history_width: int, device: torch.device) -> SlotState:
+    rows = num_slots + 1
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    sampling = SamplingRows(
+        temperature=zeros(rows, dtype=torch.float32),
+        top_k=zeros(rows, dtype=torch.int32),
+        top_p=torch.ones(rows, dtype=torch.float32, device=device),
+        min_p=zeros(rows, dtype=torch.float32),
+        seed=zeros(rows, 2, dtype=torch.int32),
+    )
+    return SlotState(zeros(rows), zeros(rows), zeros(rows, num_draft), zeros(rows, history_width), sampling)
+
+
+def admit(state: SlotState, admission: Admission) -> None:
+    """Initialise a slot for its new owner. Runs on the stream, so after every launch that still used the slot.
+
+    `computed` names the last known token as the newest one, which is what a decode step needs if nothing else has to
+    be prefilled; a prefill sets it again with its final chunk.
+    """
+    slot, known = admission.slot, len(admission.token_ids)
+    tokens = torch.from_numpy(admission.token_ids).to(state.history.device, torch.int64)
+    state.history[slot, :known] = tokens
+    state.computed[slot] = known - 1
+    state.last_token[slot] = tokens[-1]
+    state.drafts[slot] = tokens[-1]  # legal filler
+    params, sampling = admission.params, state.sampling
+    sampling.temperature[slot] = params.temperature
+    sampling.top_k[slot] = params.top_k
+    sampling.top_p[slot] = params.top_p
+    sampling.min_p[slot] = params.min_p
+    sampling.seed[slot, 0] = as_int32(admission.seed)
+    sampling.seed[slot, 1] = as_int32(admission.seed >> 32)

@@ -1,0 +1,103 @@
+"""Counters of speculation and of the step loop. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from graphspec.step import IntArray
+
+
+class SpecStats:
+    """Acceptance, counted the way the field counts it.
+
+    num_drafts                 decode rows that verified drafts (one per row and step)
+    num_draft_tokens           verified draft positions: num_drafts * k
+    num_accepted_tokens        drafts accepted, *before* a stop rule cut the row
+    num_delivered_draft_tokens drafts accepted and delivered, *after* that cut
+    accepted_per_position      how often position i was accepted, before the cut
+    wasted_positions           positions computed for requests that had already ended; in no other counter
+    num_output_tokens          tokens delivered
+    """
+
+    def __init__(self, num_draft: int) -> None:
+        self.num_draft = num_draft
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_delivered_draft_tokens = 0
+        self.accepted_per_position: IntArray = np.zeros(num_draft, np.int64)
+        self.wasted_positions = self.num_output_tokens = self.num_preemptions = 0
+
+    def record(self, accepted: IntArray, delivered: IntArray) -> None:
+        """Count the rows of one decode launch: drafts accepted before and delivered after the stop rules."""
+        if self.num_draft == 0:
+            return
+        self.num_drafts += len(accepted)
+        self.num_draft_tokens += len(accepted) * self.num_draft
+        self.num_accepted_tokens += int(accepted.sum())
+        self.num_delivered_draft_tokens += int(delivered.sum())
+        self.accepted_per_position += (accepted[:, None] > np.arange(self.num_draft)).sum(axis=0)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted drafts per verified row; 1.0 without speculation."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Share of verified rows whose draft at position 0, 1, ... was accepted."""
+        return [int(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.accepted_per_position]
+
+
+@dataclass
+class LoopTimes:
+    """Seconds per step of the engine loop, one entry per answered launch."""
+
+    host: list[float] = field(default_factory=list)  # host work of one Engine.step(): without the wait
+    waited: list[float] = field(default_factory=list)  # host blocked on the device
+    busy: list[float] = field(default_factory=list)  # device computing the launch
+    idle: list[float] = field(default_factory=list)  # device waiting for the host before the launch
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot, returned by `Engine.stats()`. See `SpecStats` for the definitions of the counters."""
+
+    num_steps: int
+    num_output_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_delivered_draft_tokens: int
+    mean_acceptance_length: float
+    acceptance_rates: list[float]
+    wasted_positions: int
+    num_preemptions: int
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    host_us_per_step: float  # median
+    device_ms_per_step: float  # median
+    device_idle_share: float  # of the device's time between first and last launch, spent waiting for the host
+
+
+def snapshot(spec: SpecStats, times: LoopTimes, num_running: int, num_waiting: int, free_pages: int) -> EngineStats:
+    busy, idle = sum(times.busy), sum(times.idle[1:])
+    return EngineStats(
+        num_steps=len(times.busy),
+        num_output_tokens=spec.num_output_tokens,
+        num_drafts=spec.num_drafts,
+        num_draft_tokens=spec.num_draft_tokens,
+        num_accepted_tokens=spec.num_accepted_tokens,
+        num_delivered_draft_tokens=spec.num_delivered_draft_tokens,
+        mean_acceptance_length=spec.mean_acceptance_length,
+        acceptance_rates=spec.acceptance_rates,
+        wasted_positions=spec.wasted_positions,
+        num_preemptions=spec.num_preemptions,
+        num_running=num_running,
+        num_waiting=num_waiting,
+        free_pages=free_pages,
+        host_us_per_step=1e6 * statistics.median(times.host) if times.host else 0.0,
+        device_ms_per_step=1e3 * statistics.median(times.busy) if times.busy else 0.0,
+        device_idle_share=idle / (busy + idle) if busy else 0.0,
+    )
