@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from attention.types import KVLayout
 
 
 def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tensor]:
-    """One zeroed tensor per layer. On the CPU untouched pages cost no memory."""
-    return [torch.zeros(layout.layer_shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+    """One zeroed tensor per layer. On the CPU a page costs memory only once it is written."""
+    if device.type != "cpu":
+        return [torch.zeros(layout.layer_shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+    size = math.prod(layout.layer_shape) * layout.dtype.itemsize  # numpy's zeros are lazy, torch's are written
+    buffers = [torch.from_numpy(np.zeros(size, np.uint8)) for _ in range(layout.num_layers)]
+    return [buffer.view(layout.dtype).view(layout.layer_shape) for buffer in buffers]
 
 
 def store_kv(kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:

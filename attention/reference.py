@@ -94,12 +94,13 @@ def _attend(
 
     longest = int(seq_lens.max())
     first = 0 if window is None else max(0, int(seq_lens.min()) - length - window + 1)
+    first_page, end_page = first // page_size, -(-longest // page_size)
     block_pages = max(1, BLOCK_TOKENS // page_size)
     peak = q.new_full((rows * kv_heads, group * length, 1), -1e30)  # finite, so that a fully masked block adds zero
     total = q.new_zeros((rows * kv_heads, group * length, 1))
     out = torch.zeros_like(q)
-    for page in range(first // page_size, -(-longest // page_size), block_pages):
-        k, v = _gather(kv_cache, block_tables[:, page : page + block_pages])
+    for page in range(first_page, end_page, block_pages):
+        k, v = _gather(kv_cache, block_tables[:, page : min(page + block_pages, end_page)])
         key_pos = page * page_size + torch.arange(k.shape[1], device=q.device)
         visible = key_pos <= query_pos.unsqueeze(-1)  # [R, L, N]
         if window is not None:

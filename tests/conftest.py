@@ -1,0 +1,63 @@
+"""Tiny random models, built on the spot and cached; nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # the shared helpers beside this file
+
+VOCAB = 211
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.13,  # varied greedy text, with repetitions for n-grams to find
+}
+
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+}
+
+
+@functools.cache
+def _original(architecture: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(architecture, **{**COMMON, **OWN[architecture]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert isinstance(model, nn.Module)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_model(architecture: str = "llama") -> nn.Module:
+    """A fresh copy of a tiny random model; every call returns equal weights."""
+    return copy.deepcopy(_original(architecture))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> nn.Module:
+    """One float32 model to score with; do not give it to an engine."""
+    return tiny_model("llama")

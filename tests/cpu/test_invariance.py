@@ -1,0 +1,135 @@
+"""The text of a request depends on prompt, parameters and seed only: not on k, drafter, depth, batch or preemption."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+from same_text import NearTies, Scorer, assert_same_text
+
+from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=48)
+PARAMS = [
+    GREEDY,
+    SamplingParams(max_tokens=48, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=48, temperature=1.3, top_k=20, seed=2),
+    SamplingParams(max_tokens=48, temperature=0.8, top_p=0.9, seed=3),
+    SamplingParams(max_tokens=48, temperature=0.8, top_k=40, top_p=0.8, min_p=0.02, seed=2**63 + 5),
+    SamplingParams(max_tokens=48, temperature=1.0, min_p=0.1, seed=5, ignore_eos=True),
+]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Random prompts with a repeated part, so that n-grams match."""
+    rng = random.Random(count)
+    parts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+    return [part * rng.randint(1, 3) for part in parts]
+
+
+def run(
+    every_prompt: list[list[int]], params: list[SamplingParams], **config: Any
+) -> tuple[list[Completion], EngineStats]:
+    config = {"max_num_seqs": 8, "page_size": 8, "max_model_len": 160, "max_prefill_tokens": 32, **config}
+    with Engine(tiny_model(), config=EngineConfig(**config)) as engine:
+        done = engine.generate(every_prompt, params, progress=False)
+        return done, engine.stats()
+
+
+@pytest.fixture(scope="module")
+def scorer(tiny_llama: torch.nn.Module) -> Scorer:
+    return Scorer(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def baseline() -> list[Completion]:
+    """k = 0, depth 0, one request at a time: the plainest engine."""
+    return [
+        run([prompt], [PARAMS[i % len(PARAMS)]], num_speculative_tokens=0, depth=0, max_num_seqs=1)[0][0]
+        for i, prompt in enumerate(prompts(12))
+    ]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 0, "depth": 1},
+    {"num_speculative_tokens": 0, "depth": 3, "max_num_seqs": 3},
+    {"num_speculative_tokens": 1, "depth": 0},
+    {"num_speculative_tokens": 1, "depth": 2, "drafter": "forced"},
+    {"num_speculative_tokens": 3, "depth": 0, "max_prefill_tokens": 5},
+    {"num_speculative_tokens": 3, "depth": 1, "max_num_seqs": 1},
+    {"num_speculative_tokens": 4, "depth": 2},
+    {"num_speculative_tokens": 5, "depth": 4, "max_num_seqs": 5},
+    {"num_speculative_tokens": 7, "depth": 1, "max_num_seqs": 12},
+    {"num_speculative_tokens": 7, "depth": 3, "drafter": "forced"},
+    {"num_speculative_tokens": 4, "depth": 2, "num_pages": 24},  # preemption
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{x}" for x in v.values()))
+def test_every_variant_gives_the_text_of_the_plainest_engine(
+    variant: dict[str, Any], baseline: list[Completion], scorer: Scorer
+) -> None:
+    params = [PARAMS[i % len(PARAMS)] for i in range(12)]
+    done, stats = run(prompts(12), params, **variant)
+    assert (stats.num_preemptions > 0) == ("num_pages" in variant)
+    ties = NearTies()
+    for prompt, own, a, b in zip(prompts(12), params, baseline, done, strict=True):
+        assert_same_text(scorer, prompt, a.token_ids, b.token_ids, ties, own, own.seed or 0)
+        if a.token_ids == b.token_ids:
+            assert (a.finish_reason, a.usage) == (b.finish_reason, b.usage)
+    ties.check()
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_acceptance_agrees_exactly_between_depths(k: int) -> None:
+    """Same launches, later answers: all counters but the waste are equal."""
+    stats = [run(prompts(6), [GREEDY] * 6, num_speculative_tokens=k, depth=depth)[1] for depth in (0, 1, 3)]
+    for other in stats[1:]:
+        for name in ("num_drafts", "num_accepted_tokens", "num_delivered_draft_tokens", "acceptance_rates"):
+            assert getattr(other, name) == getattr(stats[0], name)
+    assert stats[0].wasted_positions == 0
+    assert stats[0].num_accepted_tokens > 20  # or nothing was tested
+
+
+def test_forced_acceptance_accepts_exactly_that_many_and_is_marked() -> None:
+    """Every step but those that max_tokens ends emits exactly 1 + 2 tokens; the text is not the model's and says so."""
+    params = SamplingParams(max_tokens=31, ignore_eos=True)
+    done, stats = run(prompts(3), [params] * 3, num_speculative_tokens=4, drafter="forced", forced_num_accepted=2)
+    assert all(c.synthetic for c in done)
+    assert stats.mean_acceptance_length == 3.0
+    assert stats.acceptance_rates == [1.0, 1.0, 0.0, 0.0]
+    assert stats.num_drafts == 3 * 10
+    honest, _ = run(prompts(3), [params] * 3, num_speculative_tokens=4, drafter="forced", forced_num_accepted=0)
+    plain, _ = run(prompts(3), [params] * 3, num_speculative_tokens=4)
+    assert not any(c.synthetic for c in honest)
+    assert [c.token_ids for c in honest] == [c.token_ids for c in plain]
+
+
+def test_ngram_drafts_are_accepted_on_repetitive_text() -> None:
+    """A drafter that saw tokens one step late would accept almost nothing here."""
+    _, stats = run(prompts(6), [GREEDY] * 6, num_speculative_tokens=3)
+    assert stats.mean_acceptance_length > 1.3
+
+
+def test_a_request_without_seed_reports_the_one_that_reproduces_it() -> None:
+    params = SamplingParams(max_tokens=32, temperature=1.0)
+    first, _ = run(prompts(4), [params] * 4)
+    assert len({c.seed for c in first}) == 4
+    again = [SamplingParams(max_tokens=32, temperature=1.0, seed=c.seed) for c in first]
+    second, _ = run(prompts(4), again, num_speculative_tokens=2, depth=0)
+    assert [c.token_ids for c in second] == [c.token_ids for c in first]
+
+
+def test_the_limit_of_the_model_ends_a_text_at_every_k() -> None:
+    """Running past max_model_len: the last tokens are right although drafts reach beyond it (scenario 38)."""
+    texts = []
+    for k in (0, 1, 3, 7):
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        done, _ = run(prompts(3), [params] * 3, num_speculative_tokens=k, max_model_len=61, page_size=8, depth=2)
+        assert [c.finish_reason for c in done] == ["length"] * 3
+        assert [c.usage.prompt_tokens + c.usage.completion_tokens for c in done] == [61] * 3
+        texts.append([c.token_ids for c in done])
+    assert texts.count(texts[0]) == 4
