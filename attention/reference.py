@@ -7,6 +7,8 @@ read inside the op, so its work grows with them and not with the capacity of the
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from attention.backend import AttentionSpec
@@ -49,12 +51,12 @@ def paged_attention_reference(
     starts = query_start.tolist()
     packed = [
         _attend(query[:, :, a:b], kv_cache, block_tables[r : r + 1], seq_lens[r : r + 1], scale, window, softcap)
-        for r, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+        for r, (a, b) in enumerate(pairwise(starts))
     ]
     return torch.cat(packed, dim=1)
 
 
-@torch.library.register_fake("paged_attention::reference")
+@torch.library.register_fake("paged_attention::reference")  # type: ignore[untyped-decorator]
 def _(
     query: torch.Tensor,
     key: torch.Tensor,

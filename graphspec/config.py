@@ -151,5 +151,3 @@ def cache_dir() -> Path:
     """Where converted models are kept: `$XDG_CACHE_HOME/graphspec`, by default `~/.cache/graphspec`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "graphspec"
-
-

@@ -235,6 +235,10 @@ class Engine:
 
     # State.
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def stats(self) -> EngineStats:
         """Counters and times since the engine was created."""
         scheduler = self._scheduler
@@ -262,11 +266,11 @@ class Engine:
         if self._tokenizer is None:
             raise ValueError("this engine has no tokenizer: pass token ids")
         if isinstance(prompt, str):
-            ids: list[int] = self._tokenizer.encode(prompt)
-            return ids
+            return list(self._tokenizer.encode(prompt))
+        if not self.has_chat_template:
+            raise ValueError("the tokenizer has no chat template: pass text or token ids")
         text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
         config, vocab = self.config, self._facts.vocab_size

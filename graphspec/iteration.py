@@ -72,7 +72,7 @@ class Iteration:
         return self._finish(logits, tokens[:, 1:], inputs.row_slots, computed, num_draft, sampler)
 
     def prefill(self, inputs: PrefillInputs, num_draft: int, sampler: str) -> torch.Tensor:
-        """C packed chunks -> output rows `[C, OUTPUT_HEADER + 1]`; final chunks emit the first token and first drafts."""
+        """C packed chunks -> output rows `[C, OUTPUT_HEADER + 1]`; final chunks emit a token and the first drafts."""
         tokens = self.state.history[inputs.token_slots, inputs.positions].unsqueeze(0)
         tables = inputs.block_tables.index_select(0, inputs.token_rows)  # [T, P]
         slot_mapping = self._slot_mapping(tables, inputs.positions.unsqueeze(1)).flatten()

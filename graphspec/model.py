@@ -142,14 +142,16 @@ class PagedModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.config: Any = module.config
+        self.config = cast(Any, module).config
         check_config(self.config)
         text = self.config.get_text_config()
         self._previous_attention = text._attn_implementation
         module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.attention_modules = [m for m in module.modules() if _is_attention(m)]
         if any(hasattr(m, "paged_kv") for m in self.attention_modules):
-            raise ValueError("this model object already belongs to an engine: close that engine or load the model again")
+            raise ValueError(
+                "this model object already belongs to an engine: close that engine or load the model again"
+            )
         if any(hasattr(m, "sinks") for m in self.attention_modules):
             raise UnsupportedModelError("attention sinks are not supported yet")
         heads = text.num_attention_heads

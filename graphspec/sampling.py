@@ -72,9 +72,7 @@ def sample(logits: torch.Tensor, positions: torch.Tensor, params: SamplingRows, 
     return (scaled + torch.where(hot, gumbel(keys, vocabulary), 0.0)).argmax(dim=-1)
 
 
-def _sample_bounded(
-    scaled: torch.Tensor, keys: torch.Tensor, hot: torch.Tensor, params: SamplingRows
-) -> torch.Tensor:
+def _sample_bounded(scaled: torch.Tensor, keys: torch.Tensor, hot: torch.Tensor, params: SamplingRows) -> torch.Tensor:
     """All rows draw from their MAX_BOUNDED_TOP_K most likely tokens, where noise is needed for these only."""
     values, ids = scaled.topk(min(MAX_BOUNDED_TOP_K, scaled.shape[-1]), dim=-1)
     scores = values + torch.where(hot, gumbel(keys, ids.to(torch.int32)), 0.0)

@@ -12,9 +12,10 @@ feed the device a mixture of two steps: `StagingRing.take` asserts that it canno
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphs import Event
@@ -53,17 +54,17 @@ class StagedStep:
         )
         self.decode_output = host(rows, OUTPUT_HEADER + 1 + sizes.num_draft, dtype=torch.int32)
         self.prefill_output = host(rows, OUTPUT_HEADER + 1, dtype=torch.int32)
-        self._decode_view = DecodeInputs(*(t.numpy() for t in self._decode))  # type: ignore[arg-type]
-        self._prefill_view = PrefillInputs(*(t.numpy() for t in self._prefill))  # type: ignore[arg-type]
+        self._decode_view = _numpy_views(self._decode)
+        self._prefill_view = _numpy_views(self._prefill)
         self.event: Event | None = None
 
     def fill_decode(self, rows: DecodeRows, bucket: int) -> DecodeInputs:
         """Write the rows and pad them to `bucket` with rows on the scratch slot and page. Returns `[bucket]` views."""
         count, view = len(rows.slots), self._decode_view
-        view.row_slots[:count] = rows.slots
-        view.row_slots[count:bucket] = self._sizes.scratch_slot
-        view.block_tables[:count] = rows.page_table
-        view.block_tables[count:bucket] = self._sizes.scratch_page
+        view["row_slots"][:count] = rows.slots
+        view["row_slots"][count:bucket] = self._sizes.scratch_slot
+        view["block_tables"][:count] = rows.page_table
+        view["block_tables"][count:bucket] = self._sizes.scratch_page
         return DecodeInputs(*(t[:bucket] for t in self._decode))
 
     def fill_prefill(self, rows: PrefillRows) -> PrefillInputs:
@@ -71,16 +72,20 @@ class StagedStep:
         count, total, view = len(rows.slots), int(rows.lengths.sum()), self._prefill_view
         ends = rows.lengths.cumsum()
         row_of_token = np.repeat(np.arange(count), rows.lengths)
-        view.token_rows[:total] = row_of_token
-        view.token_slots[:total] = rows.slots[row_of_token]
-        view.positions[:total] = np.arange(total) - (ends - rows.lengths - rows.starts)[row_of_token]
-        view.query_start[0] = 0
-        view.query_start[1 : count + 1] = ends
-        view.seq_lens[:count] = rows.starts + rows.lengths
-        view.row_slots[:count] = np.where(rows.final, rows.slots, self._sizes.scratch_slot)
-        view.block_tables[:count] = rows.page_table
-        lengths = PrefillInputs(total, total, total, count + 1, count, count, count)  # type: ignore[arg-type]
+        view["token_rows"][:total] = row_of_token
+        view["token_slots"][:total] = rows.slots[row_of_token]
+        view["positions"][:total] = np.arange(total) - (ends - rows.lengths - rows.starts)[row_of_token]
+        view["query_start"][0] = 0
+        view["query_start"][1 : count + 1] = ends
+        view["seq_lens"][:count] = rows.starts + rows.lengths
+        view["row_slots"][:count] = np.where(rows.final, rows.slots, self._sizes.scratch_slot)
+        view["block_tables"][:count] = rows.page_table
+        lengths = (total, total, total, count + 1, count, count, count)
         return PrefillInputs(*(t[:n] for t, n in zip(self._prefill, lengths, strict=True)))
+
+
+def _numpy_views(inputs: DecodeInputs | PrefillInputs) -> dict[str, npt.NDArray[Any]]:
+    return {name: tensor.numpy() for name, tensor in inputs._asdict().items()}
 
 
 class StagingRing:

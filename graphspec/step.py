@@ -1,11 +1,11 @@
 """The records that pass between scheduler, runner and engine, and the glossary of acceptance. No torch.
 
-    num_draft      k, draft tokens per row in a step
-    num_accepted   0..k, the drafts that were kept
-    bonus          the one token the target adds after the accepted drafts, always exactly one
-    num_emitted    num_accepted + 1
-    placeholder    an output position that is scheduled but not yet answered: 1 + k per decode row, 1 for a final
-                   prefill chunk, 0 for any other chunk
+num_draft      k, draft tokens per row in a step
+num_accepted   0..k, the drafts that were kept
+bonus          the one token the target adds after the accepted drafts, always exactly one
+num_emitted    num_accepted + 1
+placeholder    an output position that is scheduled but not yet answered: 1 + k per decode row, 1 for a final
+               prefill chunk, 0 for any other chunk
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ def assert_same_text(
     ties.found.append(f"output token {at}: {first[at]} or {second[at]}, gap {gap:.1e}")
 
 
-def decision_gap(
-    logits: torch.Tensor, position: int, a: int, b: int, params: SamplingParams, seed: int
-) -> float:
+def decision_gap(logits: torch.Tensor, position: int, a: int, b: int, params: SamplingParams, seed: int) -> float:
     """How far the decision between tokens `a` and `b` was from a tie, in units of logits (or of probability mass
     where top-p decided)."""
     temperature = params.temperature

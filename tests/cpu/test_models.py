@@ -53,7 +53,7 @@ def test_attention_sinks_are_refused() -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     model = GptOssForCausalLM(GptOssConfig(**{**COMMON, "num_local_experts": 2, "head_dim": 16}))
-    with pytest.raises(UnsupportedModelError, match="sinks|rope"):
+    with pytest.raises(UnsupportedModelError, match=r"sinks|rope"):
         Engine(model)
 
 

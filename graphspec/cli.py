@@ -1,0 +1,172 @@
+"""`graphspec generate`: answer prompts and show what speculation did."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from graphs import StreamError
+from graphspec.builtin_model import NAME as BUILTIN_NAME
+from graphspec.config import DRAFTERS, EngineConfig
+from graphspec.engine import Engine, Prompt
+from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+from graphspec.request import Completion, SamplingParams
+from graphspec.stats import EngineStats
+
+RULE = "-" * 50
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run: completions in the order of the prompts, and what it took. `seconds` leaves out loading the model."""
+
+    prompts: list[str]
+    completions: list[Completion]
+    stats: EngineStats
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.stats.num_output_tokens / self.seconds
+
+
+def run(
+    model: str,
+    prompts: list[str],
+    params: SamplingParams,
+    config: EngineConfig,
+    *,
+    chat: bool = True,
+    progress: bool = True,
+) -> Report:
+    """Generate for `prompts`, as chat messages if `chat` and the tokenizer has a template."""
+    with Engine.from_pretrained(model, config) as engine:
+        as_chat = chat and engine.has_chat_template
+        given: list[Prompt] = [[{"role": "user", "content": p}] if as_chat else p for p in prompts]
+        started = time.perf_counter()
+        completions = engine.generate(given, params, progress=progress)
+        return Report(prompts, completions, engine.stats(), time.perf_counter() - started)
+
+
+def summary(report: Report) -> list[tuple[str, str]]:
+    """Name and value of every line of the closing statistics."""
+    stats = report.stats
+    lines = [
+        ("total_num_output_tokens", f"{stats.num_output_tokens}"),
+        ("num_drafts", f"{stats.num_drafts}"),
+        ("num_draft_tokens", f"{stats.num_draft_tokens}"),
+        ("num_accepted_tokens", f"{stats.num_accepted_tokens}"),
+        ("mean acceptance length", f"{stats.mean_acceptance_length:.2f}"),
+    ]
+    lines += [(f"acceptance at token {i}", f"{rate:.2f}") for i, rate in enumerate(stats.acceptance_rates)]
+    return [
+        *lines,
+        ("tokens per second", f"{report.tokens_per_second:.1f}"),
+        ("steps", f"{stats.num_steps}"),
+        ("device ms per step", f"{stats.device_ms_per_step:.1f}"),
+        ("host us per step", f"{stats.host_us_per_step:.0f}"),
+        ("device waited for the host", f"{100 * stats.device_idle_share:.1f} %"),
+        ("wasted positions", f"{stats.wasted_positions}"),
+        ("preemptions", f"{stats.num_preemptions}"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        return _generate(args)
+    except (ValueError, RuntimeError, FileNotFoundError, StreamError) as error:
+        print(f"graphspec: {error}", file=sys.stderr)
+        return 2
+
+
+def _generate(args: argparse.Namespace) -> int:
+    config = EngineConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if f.name in args})
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        ignore_eos=args.ignore_eos,
+        seed=args.seed if args.temperature else None,
+    )
+    prompts = args.prompt or read_prompts(args.prompts_file, args.num_prompts)
+    report = run(args.model, prompts, params, config, chat=not args.raw, progress=not args.quiet)
+    if args.json:
+        print(json.dumps(_as_json(report, args.model, config)))
+        return 0
+    if args.print_output or args.prompt:
+        for prompt, completion in zip(report.prompts, report.completions, strict=True):
+            note = " [forced acceptance: not the model's text]" if completion.synthetic else ""
+            print(f"{RULE}\nprompt: {prompt}\ngenerated text{note}: {completion.text}")
+    print(RULE)
+    for name, value in summary(report):
+        print(f"{name:<28}{value:>12}")
+    return 0
+
+
+def _as_json(report: Report, model: str, config: EngineConfig) -> dict[str, Any]:
+    return {
+        "model": model,
+        "config": dataclasses.asdict(config),
+        "seconds": report.seconds,
+        "tokens_per_second": report.tokens_per_second,
+        "stats": dataclasses.asdict(report.stats),
+        "completions": [
+            {"prompt": p, **dataclasses.asdict(c)} for p, c in zip(report.prompts, report.completions, strict=True)
+        ],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="graphspec", description="LLM inference with static 1 + k decode steps.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    g = commands.add_parser("generate", help="answer prompts", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    defaults = EngineConfig()
+    add = g.add_argument
+    add("--model", default=BUILTIN_NAME, help="built-in name, local Hugging Face folder, or hub id")
+    source = g.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", help="a prompt; may be given several times")
+    source.add_argument("--prompts-file", type=Path, default=BUILTIN_PROMPTS, help="text lines or MT-bench jsonl")
+    add("--num-prompts", type=int, help="take only the first prompts of the file")
+    add("--raw", action="store_true", help="do not wrap prompts in the chat template")
+    add("--max-tokens", type=int, default=128, help="most tokens per answer")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-k", type=int, default=0, help="0 is off")
+    add("--top-p", type=float, default=1.0, help="1 is off")
+    add("--min-p", type=float, default=0.0, help="0 is off")
+    add("--ignore-eos", action="store_true", help="always generate --max-tokens tokens")
+    add("--seed", type=int, help="makes sampling reproducible: the same for every prompt, and for drawing seeds")
+    add("--num-speculative-tokens", "--num_spec_tokens", "--num-spec-tokens", type=int, metavar="K",
+        default=defaults.num_speculative_tokens, help="drafts per request and step; 0 is off")  # fmt: skip
+    add("--drafter", choices=DRAFTERS, default=defaults.drafter)
+    add("--forced-num-accepted", type=int, default=0, help="with --drafter forced: drafts accepted per step")
+    depth = g.add_mutually_exclusive_group()
+    depth.add_argument("--depth", type=int, default=defaults.depth, help="steps the scheduler runs ahead; 0 is sync")
+    depth.add_argument("--async-scheduling", dest="depth", action="store_const", const=1, help="the same as --depth 1")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    add("--device", default="auto")
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the decode forward")
+    add("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="requests that run at once")
+    add("--max-model-len", type=int, help="most tokens of a request, prompt and answer; default: the model's limit")
+    add("--num-pages", type=int, help="KV pages; default: what the memory allows")
+    add("--print-output", action="store_true", help="print every answer")
+    add("--json", action="store_true", help="print one JSON object instead")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
