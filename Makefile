@@ -1,13 +1,14 @@
 # make demo   set everything up and run the main job on a real model
 # make test   set everything up and run the tests
 # make check  ruff, mypy, layering, README snippets
-# make parity the whole real-model matrix against transformers (tens of minutes)
+# make parity the whole real-model matrix against transformers; PROMPTS=file.jsonl names other prompts
 # make clean  remove what make made here (not the converted model in the user's cache)
 
 PYTHON ?= python3
 VENV ?= .venv
 # A wheel index for torch alone, for platforms whose default torch is a CUDA build: see "Install" in the README.
 TORCH_INDEX ?=
+PROMPTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -32,7 +33,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not parity and not gpu" -q
 
 parity: $(VENV)/.test
-	$(BIN)/python -m pytest -m parity -q -s
+	$(BIN)/python -m pytest tests/parity -q -s $(if $(PROMPTS),--prompts-file $(PROMPTS))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -41,6 +41,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prompts-file", help="prompts for the real-model tests: text lines or MT-bench jsonl")
+
+
 @functools.cache
 def _original(architecture: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,3 +65,32 @@ def tiny_model(architecture: str = "llama") -> nn.Module:
 def tiny_llama() -> nn.Module:
     """One float32 model to score with; do not give it to an engine."""
     return tiny_model("llama")
+
+
+@functools.cache
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer of 259 ids with a chat template: the ids 0..2 are <pad>, <s> and </s>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a byte-level tokenizer, as a folder in Hugging Face layout."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(11)
+    config = AutoConfig.for_model("llama", **{**COMMON, "vocab_size": 259})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

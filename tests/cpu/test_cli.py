@@ -1,0 +1,77 @@
+"""`graphspec generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graphspec.cli import main
+from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+
+
+@pytest.fixture
+def base(tiny_checkpoint: Path) -> list[str]:
+    return ["generate", "--model", str(tiny_checkpoint), "--max-tokens", "12", "--quiet", "--ignore-eos"]
+
+
+def test_statistics_are_the_ones_every_speculation_user_knows(
+    base: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*base, "--num_spec_tokens", "2", "--async-scheduling", "--num-prompts", "3"]) == 0
+    out = capsys.readouterr().out
+    lines = {line[:28].strip(): line[28:].strip() for line in out.splitlines()}
+    assert lines["total_num_output_tokens"] == "36"
+    assert int(lines["num_draft_tokens"]) == 2 * int(lines["num_drafts"])
+    mean = 1 + int(lines["num_accepted_tokens"]) / int(lines["num_drafts"])
+    assert lines["mean acceptance length"] == f"{mean:.2f}"
+    assert {"acceptance at token 0", "acceptance at token 1", "tokens per second", "host us per step"} <= set(lines)
+
+
+def test_json_is_one_object_that_reproduces_the_run(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = [*base, "--json", "--temperature", "0.9", "--prompt", "hello", "--prompt", "world"]
+    assert main(sampled) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert [c["prompt"] for c in first["completions"]] == ["hello", "world"]
+    assert first["stats"]["num_output_tokens"] == 24
+    seed = str(first["completions"][0]["seed"])
+    assert main([*base, "--json", "--temperature", "0.9", "--prompt", "hello", "--seed", seed, "--depth", "0"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["completions"][0]["token_ids"] == first["completions"][0]["token_ids"]
+
+
+def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*base, "--prompt", "x", "--drafter", "forced", "--forced-num-accepted", "2"]) == 0
+    assert "generated text [forced acceptance: not the model's text]:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--num-speculative-tokens", "-3"], "num_speculative_tokens must be in 0 .. 64, got -3"),
+        (["--prompts-file", "nowhere.txt"], 'cannot read the prompts file "nowhere.txt"'),
+        (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--model", "."], "no config.json"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr(
+    base: list[str], args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*base, "--raw", *args]) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("graphspec: ")
+    assert sentence in err
+    assert "\n" not in err
+
+
+def test_prompt_files_of_both_forms(tmp_path: Path) -> None:
+    jsonl = tmp_path / "p.jsonl"
+    jsonl.write_text('{"question_id": 81, "turns": ["first", "second"]}\n{"prompt": "third"}\n')
+    assert read_prompts(jsonl) == ["first", "third"]
+    assert read_prompts(jsonl, 1) == ["first"]
+    jsonl.write_text('{"turns": ["a"]}\n{"turns": []}\n')
+    with pytest.raises(ValueError, match=r"p.jsonl:2: expected a JSON object"):
+        read_prompts(jsonl)
+    assert len(read_prompts(BUILTIN_PROMPTS)) == 20

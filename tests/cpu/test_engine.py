@@ -1,0 +1,240 @@
+"""The engine's interface: bad input, streaming, abort, faults, and launches of exactly 1 + k positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+
+from graphs import StreamError
+from graphspec import Engine, EngineConfig, SamplingParams, StepOutput
+from graphspec.config import resolve
+from graphspec.step import StepPlan
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(max_model_len=64, num_pages=16, page_size=4, max_num_seqs=4)
+    with Engine(tiny_model(), config=config) as built:
+        yield built
+
+
+def drain(engine: Engine) -> list[StepOutput]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([], {}, "prompt is empty"),
+        ([5, VOCAB], {}, rf"token id {VOCAB} in prompt is outside the vocabulary 0 .. {VOCAB - 1}"),
+        ([-1], {}, "token id -1 in prompt"),
+        ([5], {"stop_token_ids": [VOCAB + 7]}, f"token id {VOCAB + 7} in stop_token_ids"),
+        ([5] * 64, {}, "64 tokens and max_model_len is 64"),
+        ([5] * 20, {"max_tokens": 60}, r"may need 16 KV pages and the pool has 15"),
+        ("text", {}, "no tokenizer: pass token ids"),
+    ],
+)
+def test_a_bad_prompt_is_one_sentence_and_nothing_is_lost(prompt: Any, params: dict[str, Any], sentence: str) -> None:
+    config = EngineConfig(max_model_len=64, num_pages=15, page_size=4)
+    with Engine(tiny_model(), config=config) as engine:
+        engine.add_request(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+        engine.step()
+        with pytest.raises(ValueError, match=sentence) as caught:
+            engine.add_request(prompt, SamplingParams(**params))
+        assert "\n" not in str(caught.value)
+        assert sum(len(output.new_token_ids) for output in drain(engine)) == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be in 0 .. 64, got -1"),
+        ({"drafter": "oracle"}, 'unknown drafter "oracle": use one of none, ngram, forced'),
+        ({"drafter": "none"}, "num_speculative_tokens=0"),
+        ({"drafter": "forced", "forced_num_accepted": 4}, "forced_num_accepted must be in 0"),
+        ({"depth": -1}, "depth must be in 0 .. 8"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be positive"),
+        ({"dtype": "int3"}, 'unknown dtype "int3"'),
+        ({"kv_memory_fraction": 0.0}, "kv_memory_fraction"),
+        ({"attention_backend": "magic"}, 'unknown attention backend "magic"'),
+        ({"max_model_len": 4096}, "exceeds the model's limit of 512"),
+    ],
+)
+def test_a_bad_configuration_is_one_sentence(wrong: dict[str, Any], sentence: str) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=sentence):
+        Engine(model, config=EngineConfig(**wrong))
+    with Engine(model, config=EngineConfig(num_pages=64)):  # the model is as it was
+        pass
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"min_p": 2.0}, {"seed": -1}]
+)
+def test_bad_sampling_parameters_name_themselves(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_no_memory_for_a_page_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="leave no room for a single KV page"):
+        resolve(EngineConfig(), model_limit=64, page_bytes=1 << 20, free_bytes=1 << 20)
+
+
+def test_generate_refuses_all_prompts_if_one_is_bad(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([PROMPT, []], progress=False)
+    with pytest.raises(ValueError, match="2 prompts need as many"):
+        engine.generate([PROMPT, PROMPT], [SamplingParams()], progress=False)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(None, "no config.json"), ("{}", "cannot load"), ("no json", "cannot load")]
+)
+def test_a_folder_that_is_no_model_is_one_sentence(tmp_path: Path, content: str | None, sentence: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        Engine.from_pretrained(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_corrupt_or_incomplete_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model: Any = tiny_model()
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"incomplete: no usable weights for model.layers.1.mlp.up_proj.weight"):
+        Engine.from_pretrained(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00garbage")
+    with pytest.raises(ValueError, match="cannot load a causal language model"):
+        Engine.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(("k", "depth"), [(0, 0), (0, 2), (1, 1), (3, 0), (3, 2), (7, 4)])
+def test_every_decode_launch_carries_exactly_1_plus_k_positions_per_row(
+    k: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last step before max_tokens, at every depth, with rows that end at different times."""
+    model = tiny_model()
+    config = EngineConfig(num_speculative_tokens=k, depth=depth, max_num_seqs=4, max_model_len=96)
+    plans: list[StepPlan] = []
+    forwards: list[torch.Size] = []
+    with Engine(model, config=config) as engine:
+        launch, forward = engine._runner.launch, model.forward
+        monkeypatch.setattr(engine._runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            forwards.append(kwargs["input_ids"].shape)
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", watched)
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 5, 8, 21)]
+        done = engine.generate([PROMPT] * 6, params, progress=False)
+    assert [len(c.token_ids) for c in done] == [1, 2, 3, 5, 8, 21]
+    decodes = [plan.decode for plan in plans if plan.decode is not None]
+    assert decodes
+    assert all(rows.num_draft == k for rows in decodes)
+    shapes = [shape for shape in forwards if shape[0] != 1 or shape[1] == 1 + k]  # prefill is [1, T]
+    assert {shape[1] for shape in shapes} <= {1 + k, *(plan.prefill.lengths.sum() for plan in plans if plan.prefill)}
+    rows = sorted(engine._runner.ladder.pad(len(d.slots)) for d in decodes)
+    prefills = [p for p in plans if p.prefill is not None]
+    assert sum(s[0] * s[1] for s in forwards) == sum(rows) * (1 + k) + sum(
+        int(p.prefill.lengths.sum()) for p in prefills if p.prefill is not None
+    )
+
+
+def test_stream_yields_tokens_as_they_come_and_leaves_other_requests_alone(engine: Engine) -> None:
+    other = engine.add_request(PROMPT[::-1], SamplingParams(max_tokens=12, ignore_eos=True))
+    pieces = list(engine.stream(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True)))
+    assert len(pieces) > 1
+    assert sum(len(p.new_token_ids) for p in pieces) == 9
+    assert [p.finish_reason for p in pieces][-1] == "length"
+    rest = drain(engine)
+    assert {o.request_id for o in rest} == {other}
+    assert sum(len(o.new_token_ids) for o in rest) == 12
+
+
+def test_a_stream_that_is_dropped_aborts_its_request(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not engine.has_unfinished_requests()
+    engine.step()
+    assert engine.stats().free_pages == 16
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
+def test_abort_at_any_moment_frees_everything_and_disturbs_nobody(engine: Engine, steps: int) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    alone = engine.generate([PROMPT], params, progress=False)[0]
+    victim, survivor = engine.add_request(PROMPT * 3, params), engine.add_request(PROMPT, params)
+    outputs = [o for _ in range(steps) for o in engine.step()]
+    assert engine.abort(victim)
+    assert not engine.abort(victim)
+    outputs += drain(engine)
+    assert [o.finish_reason for o in outputs if o.request_id == victim][-1:] == ["abort"]
+    assert [t for o in outputs if o.request_id == survivor for t in o.new_token_ids] == alone.token_ids
+    while engine._in_flight:
+        engine.step()
+    assert engine.stats().free_pages == 16
+    assert not engine.abort("no such request")
+
+
+def test_a_nan_ends_one_request_with_an_error_and_the_others_go_on(engine: Engine) -> None:
+    """One embedding row is poisoned: only the request that contains that token fails."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    good = engine.generate([PROMPT], params, progress=False)[0].token_ids
+    bad_token = next(t for t in range(3, VOCAB) if t not in PROMPT and t not in good)
+    weight = engine._runner._model.module.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    weight[bad_token] = float("nan")  # type: ignore[index]
+    sick, well = engine.generate([[*PROMPT, bad_token], PROMPT], params, progress=False)
+    assert (sick.finish_reason, sick.token_ids) == ("error", [])
+    assert (well.finish_reason, well.token_ids) == ("length", good)
+
+
+def test_a_launch_that_raises_ends_with_a_clear_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    with Engine(model) as engine:
+        engine.add_request(PROMPT)
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise ArithmeticError("the device caught fire")
+
+        monkeypatch.setattr(model, "forward", broken)
+        with pytest.raises(StreamError, match="the device caught fire"):
+            drain(engine)
+
+
+def test_a_closed_engine_says_so(engine: Engine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add_request(PROMPT)
+
+
+def test_stop_ids_cut_a_text_exactly_and_usage_counts_what_was_returned(engine: Engine) -> None:
+    free = engine.generate([PROMPT], SamplingParams(max_tokens=30, ignore_eos=True), progress=False)[0].token_ids
+    for stop in sorted(set(free)):
+        done = engine.generate(
+            [PROMPT], SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[stop]), progress=False
+        )
+        expected = free[: free.index(stop) + 1]
+        assert (done[0].token_ids, done[0].finish_reason) == (expected, "stop")
+        assert done[0].usage.completion_tokens == len(expected)
