@@ -17,7 +17,16 @@ from graphs import check_compiler
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.drafting import create_drafter
 from graphspec.model import PagedModel, load_module, model_path
-from graphspec.request import Completion, FinishReason, Request, SamplingParams, StepOutput, Usage
+from graphspec.request import (
+    MAX_PRIORITY,
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepOutput,
+    Usage,
+    rank_of,
+)
 from graphspec.runner import Launched, Runner, kv_layout
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
@@ -62,7 +71,6 @@ class Engine:
         )
         self._in_flight: deque[Launched] = deque()
         self._requests: dict[str, Request] = {}
-        self._texts: dict[str, TextStream] = {}
         self._undelivered: list[StepOutput] = []
         self._seeds = random.Random(config.seed)
         self._num_added = 0
@@ -84,8 +92,13 @@ class Engine:
 
     # Requests.
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, cache_salt: str = ""
+    ) -> str:
         """Queue a request and return its id.
+
+        Requests of smaller `priority` are served first, equal ones first come first served. A cached prefix is only
+        shared between requests of equal `cache_salt`.
 
         `prompt` is text, token ids, or chat messages (`{"role": ..., "content": ...}`), which go through the
         tokenizer's chat template. Raises ValueError before anything is touched if the prompt is empty, holds an id
@@ -95,19 +108,21 @@ class Engine:
         params = params or SamplingParams()
         token_ids = self._encode(prompt)
         self._check_prompt(token_ids, params)
+        if not -MAX_PRIORITY < priority < MAX_PRIORITY:
+            raise ValueError(f"priority must lie between -2**20 and 2**20, got {priority}")
         request = Request(
             request_id=str(self._num_added),
             prompt_ids=token_ids,
             params=params,
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
-            arrival=self._num_added,
+            rank=rank_of(priority, self._num_added),
             limit=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids),
+            cache_salt=cache_salt,
+            text=self._text_stream(params),
         )
         self._num_added += 1
         self._requests[request.request_id] = request
-        if self._tokenizer is not None:
-            self._texts[request.request_id] = TextStream(self._tokenizer)
         self._scheduler.add(request)
         return request.request_id
 
@@ -159,11 +174,13 @@ class Engine:
 
     def _deliver(self, emission: Emission) -> StepOutput:
         request, reason = emission.request, emission.finish_reason
-        text = self._texts.get(request.request_id)
-        piece = "" if text is None else text.push(emission.token_ids, final=reason is not None)
+        piece = ""
+        if request.text is not None:
+            if not request.params.stop:  # with stop strings the scheduler has read the text already
+                request.text.accept(emission.token_ids)
+            piece = request.text.take(final=reason is not None)
         if reason is not None:
             del self._requests[request.request_id]
-            self._texts.pop(request.request_id, None)
         return StepOutput(request.request_id, emission.token_ids, piece, reason)
 
     # Conveniences over the loop.
@@ -187,7 +204,6 @@ class Engine:
             self._check_prompt(token_ids, own)
         ids = [self.add_request(token_ids, own) for token_ids, own in zip(encoded, every, strict=True)]
         requests = {i: self._requests[i] for i in ids}
-        texts = dict.fromkeys(ids, "")
         others: list[StepOutput] = []
         tokens = 0
         started = time.perf_counter()
@@ -198,12 +214,11 @@ class Engine:
                         others.append(output)
                         continue
                     tokens += len(output.new_token_ids)
-                    texts[output.request_id] += output.new_text
                     bar.update(output.finish_reason is not None)
                 rate = tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
         self._undelivered += others
-        return [self._completion(requests[i], texts[i]) for i in ids]
+        return [self._completion(requests[i]) for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """Yield the outputs of one request as they come. Closing the iterator early aborts the request."""
@@ -220,13 +235,13 @@ class Engine:
             if self.abort(request_id):
                 self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
 
-    def _completion(self, request: Request, text: str) -> Completion:
+    def _completion(self, request: Request) -> Completion:
         reason: FinishReason | None = request.finish_reason
         assert reason is not None
         return Completion(
             request_id=request.request_id,
             token_ids=request.output_ids,
-            text=text,
+            text="" if request.text is None else request.text.text,
             finish_reason=reason,
             usage=Usage(len(request.prompt_ids), len(request.output_ids)),
             seed=request.seed,
@@ -243,7 +258,7 @@ class Engine:
         """Counters and times since the engine was created."""
         scheduler = self._scheduler
         return snapshot(
-            scheduler.stats, self._times, scheduler.num_running, len(scheduler.waiting), scheduler.pool.num_free
+            scheduler.stats, self._times, scheduler.num_running, len(scheduler.waiting), scheduler.pool.num_available
         )
 
     def close(self) -> None:
@@ -258,7 +273,16 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, launches in flight or not. Running requests go on undisturbed."""
+        self._scheduler.reset_prefix_cache()
+
     # Input.
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        return TextStream(self._tokenizer, params.stop, params.include_stop_str_in_output)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
@@ -276,6 +300,8 @@ class Engine:
         config, vocab = self.config, self._facts.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         for what, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
             bad = next((token for token in ids if not 0 <= token < vocab), None)
             if bad is not None:

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from graphspec.text import TextStream
+
+# A priority stands above the order of arrival in `Request.rank`.
+MAX_PRIORITY = 1 << 20
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # A row with 1 <= top_k <= this takes its candidates from one bounded top-k; anything wider needs a full sort.
 MAX_BOUNDED_TOP_K = 64
+
+
+def rank_of(priority: int, arrival: int) -> int:
+    """Order of service: smaller priority first, then first come first served."""
+    return (priority << 40) + arrival
 
 
 class SamplerNeeds(enum.IntFlag):
@@ -42,6 +52,10 @@ class SamplingParams:
     min_p            drop tokens less likely than min_p times the most likely one; 0 drops none
     seed             64-bit; the text depends on seed and prompt only. None: one is drawn and reported
     stop_token_ids   end on these too, besides the model's own end-of-sequence ids
+    stop             end when one of these strings appears in the text, which is cut before it; the ids returned
+                     include the token that completed it
+    include_stop_str_in_output   cut the text after the stop string instead
+    min_tokens       no stop rule applies before this many tokens
     ignore_eos       do not end on the model's end-of-sequence ids
 
     Raises ValueError for values outside these ranges.
@@ -54,6 +68,9 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -63,6 +80,8 @@ class SamplingParams:
             (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
             (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}"),
+            (not isinstance(self.stop, str) and all(self.stop), "stop must be a list of non-empty strings"),
+            (0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in 0 .. max_tokens, got {self.min_tokens}"),
             (self.seed is None or 0 <= self.seed < 2**64, f"seed must be in 0 .. 2**64 - 1, got {self.seed}"),
         )
         for holds, sentence in rules:
@@ -89,13 +108,21 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    arrival: int  # order of arrival; smaller is served first and preempted last
+    rank: int  # smaller is served first and preempted last: by priority, then by arrival
     limit: int  # prompt + output may reach this many tokens: min(prompt + max_tokens, max_model_len)
     stop_ids: frozenset[int]
+    cache_salt: str = ""  # shares cached prefixes only with requests of the same salt
+    text: TextStream | None = None
+    page_hashes: list[bytes] = field(default_factory=list)  # chain over full pages, starting from hash_root
+    hash_root: bytes = b""
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     slot: int | None = None  # while running
     num_preemptions: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
 
     @property
     def num_tokens(self) -> int:

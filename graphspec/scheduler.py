@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from graphspec.pages import PagePool
+from graphspec.pages import PageHash, PagePool, page_hashes
 from graphspec.request import FinishReason, Request, sampler_kind
 from graphspec.slots import DECODE, FREE, PREFILL, SlotTable
 from graphspec.stats import SpecStats
@@ -59,7 +60,7 @@ class Scheduler:
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.table = SlotTable(config.max_num_seqs, config.table_width, self.pool.scratch_page)
-        self.waiting: list[Request] = []  # by arrival; everything running arrived earlier
+        self.waiting: list[Request] = []  # by rank
         self.stats = SpecStats(config.num_draft)
         self._next_step = 0
 
@@ -69,7 +70,7 @@ class Scheduler:
         return -(-num_tokens // self.config.page_size)
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request, key=_rank)
 
     def abort(self, request: Request) -> None:
         """End `request` now. Answers still in flight for it will be dropped."""
@@ -91,19 +92,27 @@ class Scheduler:
     def next(self) -> StepPlan | None:
         """The next launch, or None if nothing can be launched now.
 
-        Decode rows come first and never wait for the prefill budget.
+        Decode rows come first and never wait for the prefill budget, which bounds the prompt tokens of a launch:
+        running prefills first, then waiting requests, both in order of rank.
         """
-        step = self._next_step
+        step, table = self._next_step, self.table
         decode_slots, short_of_pages = self._decodable()
-        admissions = () if short_of_pages else self._admit()
-        fresh = np.array([a.slot for a in admissions if self.table.phase[a.slot] == DECODE], np.int64)
-        decode = self._plan_decode(np.concatenate((decode_slots, fresh)), step)
-        prefill = self._plan_prefill(step)
+        chunks: list[tuple[int, int]] = []  # (slot, length)
+        admissions: list[Admission] = []
+        budget = self.config.max_prefill_tokens
+        prefilling = np.flatnonzero(table.phase == PREFILL)
+        for slot in prefilling[np.argsort(table.rank[prefilling])].tolist():
+            budget -= self._take_chunk(slot, budget, chunks)
+        while budget and not short_of_pages and (admission := self._admit()) is not None:
+            admissions.append(admission)
+            budget -= self._take_chunk(admission.slot, budget, chunks)
+        straight = [a.slot for a in admissions if table.phase[a.slot] == DECODE]
+        decode = self._plan_decode(np.append(decode_slots, straight).astype(np.int64), step)
+        prefill = self._plan_prefill(chunks, step)
         if decode is None and prefill is None:
-            assert not admissions
             return None
         self._next_step += 1
-        return StepPlan(step, admissions, prefill, decode)
+        return StepPlan(step, tuple(admissions), prefill, decode)
 
     def _pages_needed(self, slots: IntArray, placeholders: int) -> IntArray:
         """Pages the slots must own before a launch that adds `placeholders` to each."""
@@ -121,53 +130,50 @@ class Scheduler:
         table = self.table
         slots = np.flatnonzero((table.phase == DECODE) & (table.settled + table.sampling < table.limit))
         missing = self._pages_needed(slots, placeholders_of_decode(self.config.num_draft)) - table.num_pages[slots]
-        hungry = slots[missing > 0]
+        hungry = np.flatnonzero(missing > 0)
         if not len(hungry):
             return slots, False
-        waits = set()
-        for slot in hungry[np.argsort(table.arrival[hungry])].tolist():
-            count = int(missing[np.searchsorted(slots, slot)])
-            if table.phase[slot] == DECODE and not self._feed(slot, count):
-                waits.add(slot)
-        served = [s for s in slots.tolist() if table.phase[s] == DECODE and s not in waits]
-        return np.array(served, np.int64), len(served) < len(slots)
+        fed = np.ones(len(slots), np.bool_)
+        for i in hungry[np.argsort(table.rank[slots[hungry]])].tolist():
+            fed[i] = table.phase[slots[i]] == DECODE and self._feed(int(slots[i]), int(missing[i]))
+        served = slots[fed & (table.phase[slots] == DECODE)]
+        return served, len(served) < len(slots)
 
     def _feed(self, slot: int, count: int) -> bool:
-        """Reserve `count` pages for `slot`; preempt younger requests for them if it must be.
+        """Reserve `count` pages for `slot`; preempt requests of higher rank for them if it must be.
 
-        False: the slot sits this launch out, because its pages are still behind the fence or it was itself the
-        youngest and was preempted.
+        False: the slot sits this launch out, because its pages are still behind the fence or it was itself the last
+        in rank and was preempted.
         """
         pool, table = self.pool, self.table
-        while pool.num_free < count:
-            if pool.num_free + pool.num_fenced >= count:
+        while pool.num_available < count:
+            if pool.num_available + pool.num_fenced >= count:
                 return False
             running = np.flatnonzero(table.phase != FREE)
-            victim = int(running[np.argmax(table.arrival[running])])
+            victim = int(running[np.argmax(table.rank[running])])
             self._preempt(victim)
             if victim == slot:
                 return False
         table.append_pages(slot, pool.reserve(count))
         return True
 
-    def _admit(self) -> tuple[Admission, ...]:
-        """Move waiting requests into free slots, first come first served, as long as the pages reach."""
-        admitted = []
+    def _admit(self) -> Admission | None:
+        """Give the first waiting request a slot, if there is one and the pages reach. No request overtakes it."""
         table, pool = self.table, self.pool
-        while self.waiting and table.num_unused:
-            request = self.waiting[0]
-            reach = request.num_tokens + placeholders_of_decode(self.config.num_draft) + self.config.lookahead
-            count = self.pages_for(min(reach, request.limit))
-            if pool.num_free < count:
-                break
-            self.waiting.pop(0)
-            slot = table.occupy(request)
-            table.append_pages(slot, pool.reserve(count))
-            if request.num_tokens == 1:  # nothing to prefill: the only token is the first one a decode step computes
-                table.phase[slot] = DECODE
-            token_ids = np.array(request.prompt_ids + request.output_ids, np.int32)
-            admitted.append(Admission(slot, token_ids, request.params, request.seed))
-        return tuple(admitted)
+        if not self.waiting or not table.num_unused:
+            return None
+        request = self.waiting[0]
+        reach = request.num_tokens + placeholders_of_decode(self.config.num_draft) + self.config.lookahead
+        shared = pool.find(self._hashes(request, request.num_tokens - 1))  # the last token is always computed
+        count = self.pages_for(min(reach, request.limit)) - len(shared)
+        if pool.num_available - pool.num_idle(shared) < count:
+            return None
+        del self.waiting[0]
+        pool.share(shared)
+        slot = table.occupy(request, shared + pool.reserve(count), len(shared), self.config.page_size)
+        self.stats.prefix_cache_queries += request.num_tokens
+        self.stats.prefix_cache_hits += len(shared) * self.config.page_size
+        return Admission(slot, np.array(request.token_ids, np.int32), request.params, request.seed)
 
     def _plan_decode(self, slots: IntArray, step: int) -> DecodeRows | None:
         if not len(slots):
@@ -186,28 +192,35 @@ class Scheduler:
         table.last_step[slots] = step
         return rows
 
-    def _plan_prefill(self, step: int) -> PrefillRows | None:
-        """Chunks of prompts, oldest request first, within the token budget of a launch."""
-        table, budget = self.table, self.config.max_prefill_tokens
-        slots, lengths = [], []
-        in_prefill = np.flatnonzero(table.phase == PREFILL)
-        for slot in in_prefill[np.argsort(table.arrival[in_prefill])].tolist():
-            if budget == 0:
-                break
-            length = min(budget, int(table.settled[slot] - table.prefilled[slot]))
-            budget -= length
-            slots.append(slot)
-            lengths.append(length)
-        if not slots:
+    def _take_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int]]) -> int:
+        """Give the prompt of `slot` as much of `budget` as it needs; returns what it took. What the chunk completes
+        is known to the prefix cache from here on: launches run in order."""
+        table = self.table
+        length = min(budget, int(table.settled[slot] - table.prefilled[slot]))
+        if table.phase[slot] != PREFILL or not length:
+            return 0
+        chunks.append((slot, length))
+        table.prefilled[slot] += length
+        self._publish(slot, int(table.prefilled[slot]))
+        return length
+
+    def _plan_prefill(self, chunks: list[tuple[int, int]], step: int) -> PrefillRows | None:
+        if not chunks:
             return None
-        index, count = np.array(slots, np.int64), np.array(lengths, np.int64)
-        starts = table.prefilled[index]
-        table.prefilled[index] += count
-        table.last_step[index] = step
-        final = table.prefilled[index] == table.settled[index]
-        sampler = sampler_kind(int(np.bitwise_or.reduce(table.needs[index])))
-        rows = PrefillRows(index, table.epoch[index], starts, count, final, table.page_table[index], sampler)
-        done = index[final]
+        table = self.table
+        slots, lengths = np.array(chunks, np.int64).T
+        table.last_step[slots] = step
+        final = table.prefilled[slots] == table.settled[slots]
+        rows = PrefillRows(
+            slots=slots,
+            epochs=table.epoch[slots],
+            starts=table.prefilled[slots] - lengths,
+            lengths=lengths,
+            final=final,
+            page_table=table.page_table[slots],
+            sampler=sampler_kind(int(np.bitwise_or.reduce(table.needs[slots]))),
+        )
+        done = slots[final]
         table.phase[done] = DECODE
         table.placeholders[done] += 1
         table.sampling[done] += 1
@@ -245,11 +258,14 @@ class Scheduler:
         room = table.limit[slots] - table.settled[slots]
         columns = np.arange(tokens.shape[1])
         is_stop = (tokens[:, :, None] == table.stop_ids[slots][:, None, :]).any(-1) & (columns < emitted[:, None])
+        is_stop &= table.settled[slots, None] + columns + 1 >= table.min_length[slots, None]
         first_stop = np.where(is_stop.any(-1), is_stop.argmax(-1), tokens.shape[1])
         kept = np.minimum(np.minimum(emitted, room), first_stop + 1)
         healthy = rows.num_healthy[alive]
         failed = healthy < kept
         kept = np.minimum(kept, healthy)
+        for i in np.flatnonzero(table.watched[slots]).tolist():
+            kept[i], first_stop[i] = self._cut_at_stop_string(slots[i], tokens[i, : kept[i]].tolist(), first_stop[i])
         stopped, full = first_stop < kept, kept == room
         table.settled[slots] += kept
         if drafted:
@@ -265,15 +281,52 @@ class Scheduler:
             request.output_ids += new
             if over[i]:
                 request.finish_reason = "error" if failed[i] else "stop" if stopped[i] else "length"
-                self._vacate(slot)
+                self._vacate(slot, faulty=bool(failed[i]))
             emissions.append(Emission(request, new, request.finish_reason))
         return emissions
 
+    def _cut_at_stop_string(self, slot: int, new: list[int], first_stop: int) -> tuple[int, int]:
+        """Tokens to keep of `new`, and the index of the one that stops: `first_stop`, or where a string ends before it."""
+        request = self.table.request[slot]
+        assert request is not None
+        assert request.text is not None
+        skip = max(0, request.params.min_tokens - len(request.output_ids) - 1)
+        kept = request.text.accept(new, skip)
+        return kept, kept - 1 if request.text.stopped else first_stop
+
     # Slots change hands.
 
-    def _vacate(self, slot: int) -> None:
-        last_step = int(self.table.last_step[slot])
-        self.pool.release(self.table.vacate(slot), last_step)
+    def _vacate(self, slot: int, *, faulty: bool = False) -> None:
+        """Release slot and pages. What was computed stays in the prefix cache, unless it is `faulty`."""
+        table = self.table
+        pages = table.pages(slot)
+        if faulty:
+            self.pool.withdraw(pages[table.cached[slot] :])
+        else:
+            certain = int(table.settled[slot]) - 1  # the newest token has no KV yet
+            self._publish(slot, min(certain, int(table.prefilled[slot])) if table.phase[slot] == PREFILL else certain)
+        self.pool.release(pages, int(table.last_step[slot]))
+        table.vacate(slot)
+
+    def _publish(self, slot: int, num_tokens: int) -> None:
+        """Let the prefix cache know the full pages of the first `num_tokens` tokens, which are certain."""
+        table, request = self.table, self.table.request[slot]
+        assert request is not None
+        full, start = num_tokens // self.config.page_size, int(table.published[slot])
+        if full > start and request.hash_root == self.pool.root(request.cache_salt):
+            self.pool.publish(table.pages(slot), self._hashes(request, num_tokens), start)
+            table.published[slot] = full
+
+    def _hashes(self, request: Request, num_tokens: int) -> list[PageHash]:
+        """The hash chain over the full pages of the first `num_tokens` tokens of a request, kept with it."""
+        size, root = self.config.page_size, self.pool.root(request.cache_salt)
+        if request.slot is None and request.hash_root != root:
+            request.hash_root, request.page_hashes = root, []
+        known, full = len(request.page_hashes), num_tokens // size
+        if known < full:
+            parent = request.page_hashes[-1] if known else request.hash_root
+            request.page_hashes += page_hashes(parent, request.token_ids[known * size : full * size], size)
+        return request.page_hashes[:full]
 
     def _preempt(self, slot: int) -> None:
         """Give up the slot and its pages; the request starts over from its settled tokens. Its keys redraw what was
@@ -283,12 +336,16 @@ class Scheduler:
         self._vacate(slot)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request, key=_rank)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests go on; nothing they compute is shared any more."""
+        self.pool.reset_cache()
 
     def check(self, in_flight: list[StepPlan]) -> None:
         """Assert every invariant of queues, slots and pages, given the launches that are not answered yet."""
         table = self.table
-        self.pool.check(page for s in range(table.num_slots) for page in table.page_table[s, : table.num_pages[s]])
+        self.pool.check(page for slot in range(table.num_slots) for page in table.pages(slot))
         placeholders, sampling = np.zeros_like(table.placeholders), np.zeros_like(table.sampling)
         for plan in in_flight:
             if (p := plan.prefill) is not None:
@@ -311,8 +368,8 @@ class Scheduler:
             owned, reach = int(table.num_pages[slot]), int(table.settled[slot])
             assert owned * self.config.page_size >= reach, "a request owns fewer pages than it has settled tokens"
             assert (table.page_table[slot, owned:] == table.scratch_page).all()
-        assert all(a.arrival < b.arrival for a, b in zip(self.waiting, self.waiting[1:], strict=False))
+        assert all(a.rank < b.rank for a, b in pairwise(self.waiting))
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _rank(request: Request) -> int:
+    return request.rank

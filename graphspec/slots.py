@@ -18,9 +18,12 @@ class SlotTable:
     settled         tokens whose acceptance the host has seen, prompt included
     placeholders    output positions in flight
     sampling        launches in flight that will emit at least one token
-    prefilled       tokens covered by launched prefill chunks
+    prefilled       tokens covered by cached pages and launched prefill chunks
+    cached, published   leading pages taken from the prefix cache; leading pages whose content was made known to it
     limit           most tokens the request may reach
-    arrival         order of arrival of the request
+    min_length      no stop rule applies before this many tokens, prompt included
+    watched         the request has stop strings
+    rank            order of service, see `Request.rank`
     needs           SamplerNeeds of the request
     last_step       newest launch that holds the slot, the fence of its pages
     num_pages, page_table [S, P]   pages owned; the other entries hold the scratch page
@@ -31,7 +34,9 @@ class SlotTable:
         self.scratch_page = scratch_page
         self.phase = np.zeros(num_slots, np.int8)
         self.epoch, self.settled, self.placeholders, self.sampling = (_zeros(num_slots) for _ in range(4))
-        self.prefilled, self.limit, self.arrival, self.needs = (_zeros(num_slots) for _ in range(4))
+        self.prefilled, self.limit, self.rank, self.needs = (_zeros(num_slots) for _ in range(4))
+        self.min_length, self.cached, self.published = (_zeros(num_slots) for _ in range(3))
+        self.watched = np.zeros(num_slots, np.bool_)
         self.last_step = np.full(num_slots, -1, np.int64)
         self.num_pages = _zeros(num_slots)
         self.page_table: PageTable = np.full((num_slots, table_width), scratch_page, np.int32)
@@ -43,22 +48,28 @@ class SlotTable:
     def num_unused(self) -> int:
         return len(self._unused)
 
-    def occupy(self, request: Request) -> int:
-        """Give a free slot to `request`. The caller has checked `num_unused`."""
+    def occupy(self, request: Request, pages: list[int], cached: int, page_size: int) -> int:
+        """Give a free slot to `request`, which owns `pages`; the content of the first `cached` is already there.
+        The caller has checked `num_unused`."""
         slot = self._unused.pop()
         request.slot = slot
         self.request[slot] = request
-        self.phase[slot] = PREFILL
         self.settled[slot] = request.num_tokens
-        self.prefilled[slot] = 0
+        self.cached[slot] = self.published[slot] = cached
+        self.prefilled[slot] = cached * page_size
+        # With one token left to compute there is nothing to prefill: that token is what a decode step starts from.
+        self.phase[slot] = DECODE if self.settled[slot] - self.prefilled[slot] == 1 else PREFILL
         self.limit[slot] = request.limit
-        self.arrival[slot] = request.arrival
+        self.min_length[slot] = len(request.prompt_ids) + request.params.min_tokens
+        self.watched[slot] = bool(request.params.stop)
+        self.rank[slot] = request.rank
         self.needs[slot] = int(request.params.needs)
         if len(request.stop_ids) > self.stop_ids.shape[1]:
             extra = len(request.stop_ids) - self.stop_ids.shape[1]
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=-1)
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_ids)] = sorted(request.stop_ids)
+        self.append_pages(slot, pages)
         return slot
 
     def append_pages(self, slot: int, pages: list[int]) -> None:
@@ -66,20 +77,24 @@ class SlotTable:
         self.page_table[slot, owned : owned + len(pages)] = pages
         self.num_pages[slot] = owned + len(pages)
 
-    def vacate(self, slot: int) -> list[int]:
-        """The one reset of a slot (finish, abort, preemption). Returns the pages it owned."""
+    def pages(self, slot: int) -> list[int]:
+        owned: list[int] = self.page_table[slot, : self.num_pages[slot]].tolist()
+        return owned
+
+    def vacate(self, slot: int) -> None:
+        """The one reset of a slot (finish, abort, preemption)."""
         request = self.request[slot]
         assert request is not None
-        pages: list[int] = self.page_table[slot, : self.num_pages[slot]].tolist()
         request.slot = None
         self.request[slot] = None
         self.phase[slot] = FREE
         self.epoch[slot] += 1
         for array in (self.settled, self.placeholders, self.sampling, self.prefilled, self.limit, self.num_pages):
             array[slot] = 0
+        self.cached[slot] = self.published[slot] = 0
+        self.last_step[slot] = -1
         self.page_table[slot] = self.scratch_page
         self._unused.append(slot)
-        return pages
 
 
 def _zeros(count: int) -> IntArray:

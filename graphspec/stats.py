@@ -20,6 +20,7 @@ class SpecStats:
     accepted_per_position      how often position i was accepted, before the cut
     wasted_positions           positions computed for requests that had already ended; in no other counter
     num_output_tokens          tokens delivered
+    prefix_cache_queries, _hits   tokens of admitted requests; those of them whose KV was already cached
     """
 
     def __init__(self, num_draft: int) -> None:
@@ -27,6 +28,7 @@ class SpecStats:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_delivered_draft_tokens = 0
         self.accepted_per_position: IntArray = np.zeros(num_draft, np.int64)
         self.wasted_positions = self.num_output_tokens = self.num_preemptions = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
 
     def record(self, accepted: IntArray, delivered: IntArray) -> None:
         """Count the rows of one decode launch: drafts accepted before and delivered after the stop rules."""
@@ -73,9 +75,10 @@ class EngineStats:
     acceptance_rates: list[float]
     wasted_positions: int
     num_preemptions: int
+    prefix_cache_hit_rate: float  # cached tokens / tokens of admitted requests
     num_running: int
     num_waiting: int
-    free_pages: int
+    free_pages: int  # available now: free, or cached and evictable
     host_us_per_step: float  # median
     device_ms_per_step: float  # median
     device_idle_share: float  # of the device's time between first and last launch, spent waiting for the host
@@ -94,6 +97,7 @@ def snapshot(spec: SpecStats, times: LoopTimes, num_running: int, num_waiting: i
         acceptance_rates=spec.acceptance_rates,
         wasted_positions=spec.wasted_positions,
         num_preemptions=spec.num_preemptions,
+        prefix_cache_hit_rate=spec.prefix_cache_hits / max(1, spec.prefix_cache_queries),
         num_running=num_running,
         num_waiting=num_waiting,
         free_pages=free_pages,
