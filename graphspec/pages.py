@@ -48,7 +48,7 @@ class PagePool:
         self._page_of: dict[PageHash, int] = {}
         self._hash_of: dict[int, PageHash] = {}
         self._answered = -1
-        self._generation = 0
+        self.generation = 0  # of the cache: counts resets
 
     @property
     def scratch_page(self) -> int:
@@ -114,7 +114,7 @@ class PagePool:
 
     def root(self, salt: str) -> PageHash:
         """The hash that chains start from: requests share pages only with an equal salt, and never across a reset."""
-        return f"{self._generation}/{salt}".encode()
+        return f"{self.generation}/{salt}".encode()
 
     def find(self, hashes: Iterable[PageHash]) -> list[int]:
         """Pages of the longest known prefix of a chain."""
@@ -156,7 +156,7 @@ class PagePool:
 
     def reset_cache(self) -> None:
         """Forget all content. Running requests keep their pages; nobody who comes later shares them."""
-        self._generation += 1
+        self.generation += 1
         self._free.extend(self._cached)
         self._cached.clear()
         self._page_of.clear()

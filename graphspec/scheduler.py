@@ -286,7 +286,7 @@ class Scheduler:
         return emissions
 
     def _cut_at_stop_string(self, slot: int, new: list[int], first_stop: int) -> tuple[int, int]:
-        """Tokens to keep of `new`, and the index of the one that stops: `first_stop`, or where a string ends before it."""
+        """Tokens to keep of `new`, and the index of the one that stops: where a string ends, else `first_stop`."""
         request = self.table.request[slot]
         assert request is not None
         assert request.text is not None

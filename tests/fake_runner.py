@@ -1,19 +1,22 @@
 """A device without a model: plays launches against a hidden true text and answers them late, in order.
 
-It keeps its own truth per slot, exactly as the device does, so a scheduler that reads an answer of the wrong epoch,
-loses one or counts one twice is found by comparing texts.
+It keeps its own truth per slot and its own KV pages, exactly as the device does. The content of a place is a hash of
+all tokens up to it, of the request's salt and of the cache generation, and every launch checks what it would attend
+to. So a scheduler that reads an answer of the wrong epoch, loses one, counts one twice, or lets requests share, evict
+or overwrite the wrong page is found by comparing texts and contents.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
 from graphspec.request import Request
-from graphspec.scheduler import Scheduler
-from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
+from graphspec.scheduler import Emission, Scheduler
+from graphspec.step import DecodeRows, PageTable, PrefillRows, RowResults, StepPlan, StepResult
 
 VOCAB = 50
 
@@ -23,15 +26,32 @@ def true_token(request_seed: int, position: int) -> int:
     return random.Random(request_seed * 1_000_003 + position).randrange(3, VOCAB)
 
 
+class FakeSlot:
+    """Device truth of one slot: its request, and the content hash of every position."""
+
+    def __init__(self, request: Request, token_ids: list[int], generation: int) -> None:
+        self.request = request
+        self.contents: list[int] = []
+        self._parent = hash((request.cache_salt, generation))
+        self.extend(token_ids)
+        self.computed = len(token_ids) - 1
+
+    def extend(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            self._parent = hash((self._parent, token))
+            self.contents.append(self._parent)
+
+
 class FakeRunner:
     """Answers plans in launch order. `acceptance` is the chance that a draft is accepted."""
 
-    def __init__(self, scheduler: Scheduler, seed: int, acceptance: float) -> None:
+    def __init__(self, scheduler: Scheduler, seed: int, acceptance: float, requests: Mapping[int, Request]) -> None:
         self._scheduler = scheduler
         self._random = random.Random(seed)
         self._acceptance = acceptance
-        self._computed: dict[int, int] = {}  # slot -> computed tokens, the device truth
-        self._seed: dict[int, int] = {}
+        self._requests = requests  # by seed
+        self._slots: dict[int, FakeSlot] = {}
+        self._places: dict[tuple[int, int], int] = {}  # (page, offset) -> content
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
 
     @property
@@ -41,42 +61,72 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> None:
         """Stream order: admissions, prefill, decode. The outcome is fixed here and told later."""
         for admission in plan.admissions:
-            self._computed[admission.slot] = len(admission.token_ids) - 1
-            self._seed[admission.slot] = admission.seed
+            generation = self._scheduler.pool.generation
+            request, tokens = self._requests[admission.seed], admission.token_ids.tolist()
+            self._slots[admission.slot] = FakeSlot(request, tokens, generation)
         prefill = None if plan.prefill is None else self._prefill(plan.prefill)
         decode = None if plan.decode is None else self._decode(plan.decode)
         self.in_flight.append((plan, StepResult(prefill, decode)))
 
+    def answer(self) -> list[Emission]:
+        plan, result = self.in_flight.popleft()
+        emissions = self._scheduler.commit(plan, result)
+        for emission in emissions:
+            check_text(emission.request)
+        return emissions
+
     def _prefill(self, rows: PrefillRows) -> RowResults:
-        computed = rows.starts + rows.lengths - 1
-        tokens = [[true_token(self._seed[s], int(c) + 1)] for s, c in zip(rows.slots.tolist(), computed, strict=True)]
-        for slot, last, final in zip(rows.slots.tolist(), computed.tolist(), rows.final.tolist(), strict=True):
-            if final:
-                self._computed[slot] = last + 1
-        ones = np.ones(len(rows.slots), np.int64)
-        return RowResults(ones, ones, computed, np.array(tokens, np.int64))
+        ends = (rows.starts + rows.lengths).tolist()
+        for i, slot in enumerate(rows.slots.tolist()):
+            contents = self._slots[slot].contents
+            for position in range(int(rows.starts[i]), ends[i]):
+                self._write(rows.page_table, i, position, contents[position])
+        tokens = []
+        for i, slot in enumerate(rows.slots.tolist()):  # every row is stored before any row attends
+            state = self._slots[slot]
+            self._check_reads(rows.page_table, i, state, ends[i])
+            token = true_token(state.request.seed, ends[i])
+            tokens.append([token])
+            if rows.final[i]:
+                state.extend([token])
+                state.computed = ends[i]
+        ones = np.ones(len(tokens), np.int64)
+        return RowResults(ones, ones, np.array(ends) - 1, np.array(tokens, np.int64))
 
     def _decode(self, rows: DecodeRows) -> RowResults:
         width = 1 + rows.num_draft
         emitted, computed, tokens = [], [], []
-        for slot, bound in zip(rows.slots.tolist(), rows.computed_bound.tolist(), strict=True):
-            start = self._computed[slot]
+        for i, (slot, bound) in enumerate(zip(rows.slots.tolist(), rows.computed_bound.tolist(), strict=True)):
+            state = self._slots[slot]
+            start = state.computed
             assert start <= bound, "the scheduler's upper bound is below the truth"
             count = 1
             while count < width and self._random.random() < self._acceptance:
                 count += 1
-            row = [true_token(self._seed[slot], start + 1 + i) for i in range(count)]
+            row = [true_token(state.request.seed, start + 1 + j) for j in range(count)]
+            state.extend(row)
+            for j in range(width):  # the newest token, accepted drafts, and the garbage of rejected ones
+                content = state.contents[start + j] if j < count else self._random.random().__hash__()
+                self._write(rows.page_table, i, start + j, content)
+            if start < state.request.limit:
+                self._check_reads(rows.page_table, i, state, start + 1)
             emitted.append(count)
             computed.append(start)
             tokens.append(row + [-1] * (width - count))
-            self._computed[slot] = start + count
+            state.computed = start + count
         full = np.full(len(emitted), width, np.int64)
         return RowResults(np.array(emitted), full, np.array(computed), np.array(tokens, np.int64))
 
-    def answer(self) -> None:
-        plan, result = self.in_flight.popleft()
-        for emission in self._scheduler.commit(plan, result):
-            check_text(emission.request)
+    def _write(self, page_table: PageTable, row: int, position: int, content: int) -> None:
+        page, offset = divmod(position, self._scheduler.config.page_size)
+        self._places[int(page_table[row, page]), offset] = content
+
+    def _check_reads(self, page_table: PageTable, row: int, state: FakeSlot, length: int) -> None:
+        size, pages = self._scheduler.config.page_size, page_table[row].tolist()
+        for position in range(length):
+            page, offset = divmod(position, size)
+            assert pages[page] != self._scheduler.pool.scratch_page, "a certain token would read the scratch page"
+            assert self._places[pages[page], offset] == state.contents[position], "a row would attend to wrong KV"
 
 
 def check_text(request: Request) -> None:
