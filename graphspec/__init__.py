@@ -14,9 +14,19 @@ for _package in (graphs, attention):
             "remove that folder from the path or uninstall its distribution"
         )
 
+from graphspec.async_engine import AsyncEngine  # noqa: E402
 from graphspec.config import EngineConfig  # noqa: E402
 from graphspec.engine import Engine  # noqa: E402
 from graphspec.request import Completion, SamplingParams, StepOutput, Usage  # noqa: E402
 from graphspec.stats import EngineStats  # noqa: E402
 
-__all__ = ["Completion", "Engine", "EngineConfig", "EngineStats", "SamplingParams", "StepOutput", "Usage"]
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "SamplingParams",
+    "StepOutput",
+    "Usage",
+]

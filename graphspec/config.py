@@ -32,6 +32,8 @@ class EngineConfig:
     device                   "auto", "cpu" or "cuda"
     attention_backend        "auto" or "reference"
     compile                  torch.compile the decode forward; None: off on the CPU, on with CUDA
+    debug                    check every invariant of the scheduler after every step (slow)
+    watchdog_seconds         report a launch that does not come back for so long; 0 is off
     seed                     seeds the seeds of requests that bring none; None: from the operating system
 
     Raises ValueError for values that cannot work together.
@@ -53,6 +55,8 @@ class EngineConfig:
     device: str = "auto"
     attention_backend: str = "auto"
     compile: bool | None = None
+    debug: bool = False
+    watchdog_seconds: float = 120.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +78,7 @@ class EngineConfig:
             (self.max_model_len is None or self.max_model_len >= 2,
              f"max_model_len must be at least 2 (one prompt and one output token), got {self.max_model_len}"),
             (self.max_prefill_tokens >= 1, f"max_prefill_tokens must be positive, got {self.max_prefill_tokens}"),
+            (self.watchdog_seconds >= 0, f"watchdog_seconds must be >= 0 (0 is off), got {self.watchdog_seconds}"),
             (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
         )  # fmt: skip
         for holds, sentence in rules:

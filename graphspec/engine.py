@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from graphs import check_compiler
+from graphs import StreamError, check_compiler
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.drafting import create_drafter
 from graphspec.model import PagedModel, load_module, model_path
@@ -31,6 +33,7 @@ from graphspec.runner import Launched, Runner, kv_layout
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
 from graphspec.text import TextStream
+from graphspec.watchdog import Watchdog
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -75,6 +78,8 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_added = 0
         self._times = LoopTimes()
+        self._watchdog = Watchdog(config.watchdog_seconds, self._report) if config.watchdog_seconds else nullcontext()
+        self._failure: StreamError | None = None
         self._closed = False
 
     @classmethod
@@ -106,7 +111,7 @@ class Engine:
         """
         self._check_open()
         params = params or SamplingParams()
-        token_ids = self._encode(prompt)
+        token_ids = self.encode(prompt)
         self._check_prompt(token_ids, params)
         if not -MAX_PRIORITY < priority < MAX_PRIORITY:
             raise ValueError(f"priority must lie between -2**20 and 2**20, got {priority}")
@@ -159,13 +164,21 @@ class Engine:
             done = self._in_flight.popleft()
             waited += self._wait(done)
             outputs += [self._deliver(e) for e in self._scheduler.commit(done.plan, done.result())]
+        if self.config.user.debug:
+            self._scheduler.check([launched.plan for launched in self._in_flight])
         self._times.host.append(time.perf_counter() - started - waited)
         return outputs
 
     def _wait(self, launched: Launched) -> float:
         """The only place where the host waits for the device. Returns the seconds it did."""
         started = time.perf_counter()
-        launched.event.wait()
+        try:
+            with self._watchdog:
+                launched.event.wait()
+        except StreamError as failure:
+            self._in_flight.appendleft(launched)
+            self._failure = failure
+            raise
         waited = time.perf_counter() - started
         self._times.waited.append(waited)
         self._times.busy.append(launched.event.busy_seconds())
@@ -183,6 +196,14 @@ class Engine:
             del self._requests[request.request_id]
         return StepOutput(request.request_id, emission.token_ids, piece, reason)
 
+    def drain(self) -> None:
+        """Take the answers of all launches in flight. Outputs, if any, come with the next `step`."""
+        self._check_open()
+        while self._in_flight:
+            done = self._in_flight.popleft()
+            self._wait(done)
+            self._undelivered += [self._deliver(e) for e in self._scheduler.commit(done.plan, done.result())]
+
     # Conveniences over the loop.
 
     def generate(
@@ -199,7 +220,7 @@ class Engine:
         every = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(every) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sampling parameters, got {len(every)}")
-        encoded = [self._encode(prompt) for prompt in prompts]
+        encoded = [self.encode(prompt) for prompt in prompts]
         for token_ids, own in zip(encoded, every, strict=True):
             self._check_prompt(token_ids, own)
         ids = [self.add_request(token_ids, own) for token_ids, own in zip(encoded, every, strict=True)]
@@ -261,10 +282,21 @@ class Engine:
             scheduler.stats, self._times, scheduler.num_running, len(scheduler.waiting), scheduler.pool.num_available
         )
 
+    def dump_state(self) -> dict[str, Any]:
+        """Queues, slots, launches in flight, pages and the last graph key, as JSON types: what to look at, or to send
+        along, when something is stuck."""
+        in_flight = [launched.describe() for launched in self._in_flight]
+        return {**self._scheduler.describe(), "in_flight": in_flight, "last_graph_key": self._runner.last_key}
+
+    def _report(self) -> str:
+        return json.dumps(self.dump_state())
+
     def close(self) -> None:
         """Wait for launches in flight, release the device and give the model back. Closing twice is allowed."""
         if not self._closed:
             self._closed = True
+            if isinstance(self._watchdog, Watchdog):
+                self._watchdog.close()
             self._runner.close()
 
     def __enter__(self) -> Self:
@@ -284,7 +316,8 @@ class Engine:
             return None
         return TextStream(self._tokenizer, params.stop, params.include_stop_str_in_output)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, as `add_request` would read it. Raises ValueError without the tokenizer it needs."""
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self._tokenizer is None:
@@ -321,3 +354,5 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed: create a new one")
+        if self._failure is not None:
+            raise StreamError("the engine failed earlier: look at dump_state() and create a new one") from self._failure

@@ -19,8 +19,8 @@ from graphspec.sampling import sample
 from graphspec.state import SlotState
 from graphspec.verify import verify
 
-# Columns of an output row before its tokens: number of emitted tokens, leading positions with finite logits, and the
-# computed-token count the row started from.
+# Columns of an output row before its tokens: number of emitted tokens, leading healthy positions (legal input id,
+# finite logits), and the computed-token count the row started from.
 OUTPUT_HEADER = 3
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttnInputs, int | torch.Tensor], torch.Tensor]
@@ -56,10 +56,13 @@ class Iteration:
     page_size: int
     scratch_page: int
     max_model_len: int
+    vocab_size: int
 
     def decode(self, inputs: DecodeInputs, num_draft: int, sampler: str) -> torch.Tensor:
         """R rows of exactly 1 + k positions -> output rows `[R, OUTPUT_HEADER + 1 + k]` (int32)."""
         tokens, computed = self._correct(inputs.row_slots, num_draft)
+        legal = (tokens >= 0) & (tokens < self.vocab_size)
+        tokens = tokens.clamp(0, self.vocab_size - 1)  # an id that went wrong must not reach an index
         rows, width = tokens.shape
         positions = computed.unsqueeze(1) + torch.arange(width, device=tokens.device)
         paged = AttnInputs(
@@ -69,7 +72,7 @@ class Iteration:
             slot_mapping=self._slot_mapping(inputs.block_tables, positions).flatten(),
         )
         logits = self.forward(tokens, positions, paged, 0)
-        return self._finish(logits, tokens[:, 1:], inputs.row_slots, computed, num_draft, sampler)
+        return self._finish(logits, tokens[:, 1:], inputs.row_slots, computed, legal, num_draft, sampler)
 
     def prefill(self, inputs: PrefillInputs, num_draft: int, sampler: str) -> torch.Tensor:
         """C packed chunks -> output rows `[C, OUTPUT_HEADER + 1]`; final chunks emit a token and the first drafts."""
@@ -81,7 +84,8 @@ class Iteration:
         logits = self.forward(tokens, inputs.positions.unsqueeze(0), paged, last).transpose(0, 1)  # [C, 1, V]
         no_drafts = tokens.new_zeros((inputs.row_slots.shape[0], 0))
         computed = inputs.seq_lens.to(torch.int64) - 1
-        return self._finish(logits, no_drafts, inputs.row_slots, computed, num_draft, sampler)
+        legal = torch.ones_like(computed, dtype=torch.bool).unsqueeze(1)
+        return self._finish(logits, no_drafts, inputs.row_slots, computed, legal, num_draft, sampler)
 
     def _correct(self, slots: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The truth of the slots, in the place of what the scheduler could not know: input tokens `[R, 1 + k]`
@@ -103,6 +107,7 @@ class Iteration:
         drafts: torch.Tensor,
         slots: torch.Tensor,
         computed: torch.Tensor,
+        legal: torch.Tensor,
         num_draft: int,
         sampler: str,
     ) -> torch.Tensor:
@@ -123,7 +128,7 @@ class Iteration:
             state.drafts.index_copy_(0, slots, self.drafter.propose(history, new_computed + 1, num_draft))
         self._reset_scratch_slot()
 
-        healthy = torch.isfinite(logits.amax(dim=-1)).to(torch.int64).cumprod(dim=1).sum(dim=1)
+        healthy = (torch.isfinite(logits.amax(dim=-1)) & legal).to(torch.int64).cumprod(dim=1).sum(dim=1)
         output = torch.where(offsets < verdict.num_emitted.unsqueeze(1), verdict.emitted, -1)
         header = torch.stack((verdict.num_emitted, healthy, computed), dim=1)
         return torch.cat((header, output), dim=1).to(torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,19 @@ class Launched:
     plan: StepPlan
     staged: StagedStep
     event: Event
+
+    def describe(self) -> dict[str, Any]:
+        """The launch in JSON types, for `Engine.dump_state`."""
+        prefill, decode = self.plan.prefill, self.plan.decode
+        return {
+            "step": self.plan.step,
+            "answered": self.event.query(),
+            "admitted_slots": [admission.slot for admission in self.plan.admissions],
+            "prefill_slots": [] if prefill is None else prefill.slots.tolist(),
+            "prefill_tokens": 0 if prefill is None else int(prefill.lengths.sum()),
+            "decode_slots": [] if decode is None else decode.slots.tolist(),
+            "num_draft": None if decode is None else decode.num_draft,
+        }
 
     def result(self) -> StepResult:
         """Copy the answer. Call after `event.wait()`."""
@@ -49,7 +63,7 @@ class Runner:
         compiled = user.compile if user.compile is not None else device.type == "cuda"
         forward: Forward = compile_static(model.forward) if compiled else model.forward
         self._prefill, self._decode = (
-            Iteration(f, state, drafter, user.page_size, config.num_pages, config.max_model_len)
+            Iteration(f, state, drafter, user.page_size, config.num_pages, config.max_model_len, model.facts.vocab_size)
             for f in (model.forward, forward)
         )
         sizes = StagingSizes(
@@ -62,6 +76,7 @@ class Runner:
         )
         self._ring = StagingRing(sizes, user.depth, pin=device.type == "cuda")
         self._state = state
+        self.last_key: GraphKey | None = None
         # The static inputs every decode step reads: one set for all buckets, each bucket its leading rows.
         self._inputs = DecodeInputs(
             row_slots=torch.full((user.max_num_seqs,), state.scratch_slot, dtype=torch.int64, device=device),
@@ -75,12 +90,20 @@ class Runner:
         prefill = None if plan.prefill is None else staged.fill_prefill(plan.prefill)
         decode = None
         if plan.decode is not None:
-            decode = staged.fill_decode(plan.decode, self.ladder.pad(len(plan.decode.slots)))
-        staged.event = self._stream.submit(lambda: self._run(plan, staged, prefill, decode))
+            rows, k = self.ladder.pad(len(plan.decode.slots)), plan.decode.num_draft
+            self.last_key = GraphKey("decode", rows, k, k, plan.decode.sampler)
+            decode = staged.fill_decode(plan.decode, rows)
+        key = self.last_key
+        staged.event = self._stream.submit(lambda: self._run(plan, staged, prefill, decode, key))
         return Launched(plan, staged, staged.event)
 
     def _run(
-        self, plan: StepPlan, staged: StagedStep, prefill: PrefillInputs | None, decode: DecodeInputs | None
+        self,
+        plan: StepPlan,
+        staged: StagedStep,
+        prefill: PrefillInputs | None,
+        decode: DecodeInputs | None,
+        key: GraphKey | None,
     ) -> None:
         for admission in plan.admissions:
             admit(self._state, admission)
@@ -88,14 +111,12 @@ class Runner:
             on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in prefill))
             out = self._prefill.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
             staged.prefill_output[: len(out)].copy_(out, non_blocking=True)
-        if decode is not None and plan.decode is not None:
-            rows = decode.row_slots.shape[0]
-            inputs = DecodeInputs(*(t[:rows] for t in self._inputs))
+        if decode is not None and key is not None:
+            inputs = DecodeInputs(*(t[: key.rows] for t in self._inputs))
             for static, new in zip(inputs, decode, strict=True):
                 static.copy_(new, non_blocking=True)
-            k = plan.decode.num_draft
-            out = self._step(GraphKey("decode", rows, k, k, plan.decode.sampler), inputs)
-            staged.decode_output[:rows].copy_(out, non_blocking=True)
+            out = self._step(key, inputs)
+            staged.decode_output[: key.rows].copy_(out, non_blocking=True)
 
     def _step(self, key: GraphKey, inputs: DecodeInputs) -> torch.Tensor:
         return self._decode.decode(inputs, key.num_draft, key.sampler)

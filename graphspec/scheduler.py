@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from graphspec.step import (
     StepResult,
     placeholders_of_decode,
 )
+
+DESCRIBED = ("epoch", "settled", "prefilled", "placeholders", "sampling", "limit", "last_step", "num_pages")
 
 
 @dataclass(frozen=True)
@@ -341,6 +344,22 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests go on; nothing they compute is shared any more."""
         self.pool.reset_cache()
+
+    def describe(self) -> dict[str, Any]:
+        """Queues, slots and pages in JSON types, for `Engine.dump_state`."""
+        table, pool = self.table, self.pool
+        running = [
+            {
+                "slot": slot,
+                "request_id": request.request_id,
+                "phase": "prefill" if table.phase[slot] == PREFILL else "decode",
+                **{name: int(getattr(table, name)[slot]) for name in DESCRIBED},
+            }
+            for slot, request in enumerate(table.request)
+            if request is not None
+        ]
+        pages = {"available": pool.num_available, "fenced": pool.num_fenced, "known_by_hash": pool.num_known}
+        return {"waiting": [r.request_id for r in self.waiting], "running": running, "pages": pages}
 
     def check(self, in_flight: list[StepPlan]) -> None:
         """Assert every invariant of queues, slots and pages, given the launches that are not answered yet."""

@@ -83,7 +83,7 @@ class RowResults:
     """Answers of the sampling rows of one launch, in row order."""
 
     num_emitted: IntArray  # [N]
-    num_healthy: IntArray  # [N] leading positions whose logits were finite
+    num_healthy: IntArray  # [N] leading positions with a legal input id and finite logits
     computed: IntArray  # [N] tokens with KV before the step, as the device knew it
     tokens: IntArray  # [N, W], -1 after the emitted ones
 

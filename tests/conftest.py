@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from graphspec import Engine, StepOutput
+
 sys.path.insert(0, str(Path(__file__).parent))  # the shared helpers beside this file
 
 VOCAB = 211
@@ -43,6 +45,19 @@ OWN: dict[str, dict[str, Any]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prompts-file", help="prompts for the real-model tests: text lines or MT-bench jsonl")
+
+
+@pytest.fixture(autouse=True)
+def checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine in every test checks the scheduler's invariants after every step."""
+    step = Engine.step
+
+    def checked(engine: Engine) -> list[StepOutput]:
+        outputs = step(engine)
+        engine._scheduler.check([launched.plan for launched in engine._in_flight])
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", checked)
 
 
 @functools.cache

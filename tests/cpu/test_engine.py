@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB, tiny_model
+from same_text import NearTies, Scorer, assert_same_text
 
 from graphs import StreamError
-from graphspec import Engine, EngineConfig, SamplingParams, StepOutput
+from graphspec import Completion, Engine, EngineConfig, SamplingParams, StepOutput
 from graphspec.config import resolve
 from graphspec.step import StepPlan
 
@@ -136,7 +141,12 @@ def test_every_decode_launch_carries_exactly_1_plus_k_positions_per_row(
     forwards: list[torch.Size] = []
     with Engine(model, config=config) as engine:
         launch, forward = engine._runner.launch, model.forward
-        monkeypatch.setattr(engine._runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+
+        def recorded(plan: StepPlan) -> Any:
+            plans.append(plan)
+            return launch(plan)
+
+        monkeypatch.setattr(engine._runner, "launch", recorded)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             forwards.append(kwargs["input_ids"].shape)
@@ -200,8 +210,8 @@ def test_a_nan_ends_one_request_with_an_error_and_the_others_go_on(engine: Engin
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     good = engine.generate([PROMPT], params, progress=False)[0].token_ids
     bad_token = next(t for t in range(3, VOCAB) if t not in PROMPT and t not in good)
-    weight = engine._runner._model.module.get_input_embeddings().weight  # type: ignore[operator, union-attr]
-    weight[bad_token] = float("nan")  # type: ignore[index]
+    weight = engine._runner._model.module.get_input_embeddings().weight  # type: ignore[operator]
+    weight[bad_token] = float("nan")
     sick, well = engine.generate([[*PROMPT, bad_token], PROMPT], params, progress=False)
     assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert (well.finish_reason, well.token_ids) == ("length", good)
@@ -218,6 +228,165 @@ def test_a_launch_that_raises_ends_with_a_clear_error_and_no_hang(monkeypatch: p
         monkeypatch.setattr(model, "forward", broken)
         with pytest.raises(StreamError, match="the device caught fire"):
             drain(engine)
+
+
+def test_after_a_failure_the_state_can_be_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    with Engine(model, config=EngineConfig(max_num_seqs=2)) as engine:
+        for _ in range(3):
+            engine.add_request(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
+        for _ in range(3):
+            engine.step()
+        monkeypatch.setattr(model, "forward", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(StreamError, match="ZeroDivisionError"):
+            drain(engine)
+        state = json.loads(json.dumps(engine.dump_state()))
+        assert state["waiting"] == ["2"]
+        assert [r["request_id"] for r in state["running"]] == ["0", "1"]
+        assert state["in_flight"][0]["decode_slots"] == [0, 1]
+        assert state["last_graph_key"][:3] == ["decode", 2, 3]
+        assert state["pages"]["available"] < engine.config.num_pages
+        with pytest.raises(StreamError, match="failed earlier"):
+            engine.step()
+
+
+def test_the_watchdog_reports_a_launch_that_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    stuck, forward = threading.Event(), model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: (stuck.wait(30), forward(*args, **kwargs))[1])
+    stuck.set()  # the probe at start-up goes through
+    with Engine(model, config=EngineConfig(watchdog_seconds=0.05)) as engine:
+        stuck.clear()
+        engine.add_request(PROMPT, SamplingParams(max_tokens=2))
+        waiter = threading.Thread(target=drain, args=(engine,))
+        with caplog.at_level(logging.ERROR, logger="graphspec"):
+            waiter.start()
+            while not caplog.records:
+                waiter.join(0.01)
+        stuck.set()
+        waiter.join()
+    message = caplog.records[0].getMessage()
+    assert "has not come back" in message
+    assert '"request_id": "0"' in message
+
+
+def test_an_id_that_went_wrong_on_the_device_ends_one_request(engine: Engine) -> None:
+    """A token id outside the vocabulary reaches no index (bug class D)."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    good = engine.generate([PROMPT], params, progress=False)[0].token_ids
+    ids = [engine.add_request(PROMPT, params), engine.add_request(PROMPT[::-1], params)]
+    outputs = [o for _ in range(3) for o in engine.step()]
+    victim = engine._requests[ids[1]].slot
+    assert victim is not None
+    state = engine._runner._state
+    engine._runner._stream.submit(lambda: state.last_token.__setitem__(victim, -1)).wait()
+    outputs += drain(engine)
+    ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert ends == {ids[0]: "length", ids[1]: "error"}
+    assert [t for o in outputs if o.request_id == ids[0] for t in o.new_token_ids] == good
+
+
+def test_stop_strings_and_min_tokens_cut_text_and_usage_alike(tiny_checkpoint: Path) -> None:
+    """Strings that span tokens, inside accepted runs of drafts, at several k (scenario 54)."""
+    for k in (0, 4):
+        config = EngineConfig(num_speculative_tokens=k, max_model_len=128, debug=True)
+        with Engine.from_pretrained(str(tiny_checkpoint), config) as engine:
+
+            def run(engine: Engine = engine, **params: Any) -> Completion:
+                full = SamplingParams(max_tokens=40, ignore_eos=True, **params)
+                return engine.generate(["abcabcabc"], full, progress=False)[0]
+
+            free = run()
+            at = next(i for i in range(8, 30) if free.text[i : i + 2].isascii() and free.text[i : i + 2].isprintable())
+            stop = free.text[at : at + 2]
+            first = free.text.index(stop)
+            cut, kept = run(stop=[stop]), run(stop=[stop], include_stop_str_in_output=True)
+            assert (cut.text, cut.finish_reason) == (free.text[:first], "stop")
+            assert kept.text == free.text[: first + 2]
+            assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+            assert stop in engine._tokenizer.decode(cut.token_ids)
+            assert stop not in engine._tokenizer.decode(cut.token_ids[:-1])
+            assert cut.usage.completion_tokens == len(cut.token_ids)
+            pieces = [
+                o.new_text
+                for o in engine.stream("abcabcabc", SamplingParams(max_tokens=40, ignore_eos=True, stop=[stop]))
+            ]
+            assert "".join(pieces) == cut.text
+            late = run(stop=[stop], min_tokens=40)
+            assert (late.token_ids, late.finish_reason) == (
+                free.token_ids,
+                "length" if free.text[-2:] != stop else "stop",
+            )
+
+
+def test_min_tokens_holds_back_stop_ids(engine: Engine) -> None:
+    free = engine.generate([PROMPT], SamplingParams(max_tokens=30, ignore_eos=True), progress=False)[0].token_ids
+    for least in (1, 5, 20):
+        params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=sorted(set(free)), min_tokens=least)
+        assert engine.generate([PROMPT], params, progress=False)[0].token_ids == free[:least]
+
+
+def test_the_prefix_cache_changes_nothing_but_the_work(engine: Engine) -> None:
+    """A second turn reuses what the first computed, and its text is that of a fresh engine."""
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    first = engine.generate([PROMPT], params, progress=False)[0]
+    second_prompt = [*PROMPT, *first.token_ids, 11, 12]
+    before = engine.stats().prefix_cache_hit_rate
+    second = engine.generate([second_prompt], params, progress=False)[0]
+    assert before == 0.0
+    assert engine.stats().prefix_cache_hit_rate == pytest.approx(20 / (8 + 24))
+    engine.reset_prefix_cache()
+    assert engine.generate([second_prompt], params, progress=False)[0].token_ids == second.token_ids
+    assert engine.stats().prefix_cache_hit_rate == pytest.approx(20 / (8 + 24 + 24))
+
+
+def test_random_load_on_the_real_engine_gives_every_request_its_own_text() -> None:
+    """Arrivals, aborts, cache resets and preemption: each text is that of an undisturbed synchronous run."""
+    model, ties, scorer = tiny_model(), NearTies(), Scorer(tiny_model())
+    rng = random.Random(3)
+    for k, depth in ((0, 2), (3, 1), (5, 4)):
+        requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        got: dict[str, list[int]] = {}
+        reasons: dict[str, str | None] = {}
+        config = EngineConfig(
+            num_speculative_tokens=k, depth=depth, max_num_seqs=5, num_pages=20, page_size=4, max_model_len=64,
+            max_prefill_tokens=16, debug=True,
+        )  # fmt: skip
+        with Engine(model, config=config) as engine:
+            for _ in range(150):
+                if rng.random() < 0.2 and len(engine._requests) < 9:
+                    prompt = [5, 6, 7, 8] * rng.randint(0, 3) + [
+                        rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 6))
+                    ]
+                    sampled = rng.random() < 0.5
+                    params = SamplingParams(
+                        max_tokens=rng.randint(1, 40), temperature=0.8 * sampled, seed=len(requests)
+                    )
+                    requests[engine.add_request(prompt, params, priority=rng.randrange(2))] = (prompt, params)
+                if rng.random() < 0.03 and engine._requests:
+                    engine.abort(rng.choice(list(engine._requests)))
+                if rng.random() < 0.02:
+                    engine.reset_prefix_cache()
+                for output in engine.step():
+                    got.setdefault(output.request_id, []).extend(output.new_token_ids)
+                    reasons[output.request_id] = output.finish_reason
+            for output in drain(engine):
+                got.setdefault(output.request_id, []).extend(output.new_token_ids)
+                reasons[output.request_id] = output.finish_reason
+            engine.drain()
+            assert engine.stats().num_preemptions > 3
+            assert engine.stats().free_pages == 20
+        plain = EngineConfig(num_speculative_tokens=0, depth=0, max_num_seqs=1, max_model_len=64)
+        with Engine(model, config=plain) as engine:
+            for request_id, (prompt, params) in requests.items():
+                expected = engine.generate([prompt], params, progress=False)[0].token_ids
+                engine.reset_prefix_cache()
+                if reasons[request_id] == "abort":
+                    expected = expected[: len(got[request_id])]
+                assert_same_text(scorer, prompt, expected, got[request_id], ties, params, params.seed or 0)
+    ties.check()
 
 
 def test_a_closed_engine_says_so(engine: Engine) -> None:
