@@ -113,11 +113,12 @@ class Iteration:
     ) -> torch.Tensor:
         """Verify, update the slots, draft the next step, and pack the output rows."""
         state = self.state
-        width = drafts.shape[1] + 1
-        offsets = torch.arange(width, device=slots.device)
+        num_verified = drafts.shape[1]
+        offsets = torch.arange(num_verified + 1, device=slots.device)
         places = computed.unsqueeze(1) + 1 + offsets  # absolute positions of the sampled tokens
         samples = sample(logits, places, state.sampling.rows(slots), sampler)
-        verdict = verify(drafts, samples, self.drafter.forced_num_accepted if width > 1 else None)
+        most = state.speculation.index_select(0, slots).clamp(max=num_verified)
+        verdict = verify(drafts, samples, most, self.drafter.forced_num_accepted if num_verified else None)
 
         new_computed = (computed + verdict.num_emitted).clamp(max=self.max_model_len)
         state.history.index_put_((slots.unsqueeze(1), places), verdict.emitted)

@@ -57,6 +57,8 @@ class SamplingParams:
     include_stop_str_in_output   cut the text after the stop string instead
     min_tokens       no stop rule applies before this many tokens
     ignore_eos       do not end on the model's end-of-sequence ids
+    speculation      False: accept no drafts for this request. Its rows stay 1 + k wide, its text is the same, and it
+                     is not counted in the acceptance statistics
 
     Raises ValueError for values outside these ranges.
     """
@@ -72,6 +74,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         rules = (

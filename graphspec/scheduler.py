@@ -272,7 +272,8 @@ class Scheduler:
         stopped, full = first_stop < kept, kept == room
         table.settled[slots] += kept
         if drafted:
-            self.stats.record(emitted - 1, np.minimum(kept, emitted - 1))
+            counted = table.speculates[slots]
+            self.stats.record((emitted - 1)[counted], np.minimum(kept, emitted - 1)[counted])
         self.stats.num_output_tokens += int(kept.sum())
 
         emissions = []

@@ -23,6 +23,7 @@ class SlotTable:
     limit           most tokens the request may reach
     min_length      no stop rule applies before this many tokens, prompt included
     watched         the request has stop strings
+    speculates      drafts are accepted for the request
     rank            order of service, see `Request.rank`
     needs           SamplerNeeds of the request
     last_step       newest launch that holds the slot, the fence of its pages
@@ -36,7 +37,7 @@ class SlotTable:
         self.epoch, self.settled, self.placeholders, self.sampling = (_zeros(num_slots) for _ in range(4))
         self.prefilled, self.limit, self.rank, self.needs = (_zeros(num_slots) for _ in range(4))
         self.min_length, self.cached, self.published = (_zeros(num_slots) for _ in range(3))
-        self.watched = np.zeros(num_slots, np.bool_)
+        self.watched, self.speculates = (np.zeros(num_slots, np.bool_) for _ in range(2))
         self.last_step = np.full(num_slots, -1, np.int64)
         self.num_pages = _zeros(num_slots)
         self.page_table: PageTable = np.full((num_slots, table_width), scratch_page, np.int32)
@@ -62,6 +63,7 @@ class SlotTable:
         self.limit[slot] = request.limit
         self.min_length[slot] = len(request.prompt_ids) + request.params.min_tokens
         self.watched[slot] = bool(request.params.stop)
+        self.speculates[slot] = request.params.speculation
         self.rank[slot] = request.rank
         self.needs[slot] = int(request.params.needs)
         if len(request.stop_ids) > self.stop_ids.shape[1]:

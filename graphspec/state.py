@@ -41,6 +41,7 @@ class SlotState(NamedTuple):
     last_token: torch.Tensor  # [S + 1] int64, the newest token; it has no KV yet
     drafts: torch.Tensor  # [S + 1, k] int64, proposals for the tokens after it
     history: torch.Tensor  # [S + 1, H] int64, token at each position; valid up to `computed`, stale beyond
+    speculation: torch.Tensor  # [S + 1] int64, most drafts that may be accepted: k, or 0 for a request without
     sampling: SamplingRows
 
     @property
@@ -61,7 +62,14 @@ def allocate_state(num_slots: int, num_draft: int, history_width: int, device: t
         min_p=zeros(rows, dtype=torch.float32),
         seed=zeros(rows, 2, dtype=torch.int32),
     )
-    return SlotState(zeros(rows), zeros(rows), zeros(rows, num_draft), zeros(rows, history_width), sampling)
+    return SlotState(
+        computed=zeros(rows),
+        last_token=zeros(rows),
+        drafts=zeros(rows, num_draft),
+        history=zeros(rows, history_width),
+        speculation=zeros(rows),
+        sampling=sampling,
+    )
 
 
 def admit(state: SlotState, admission: Admission) -> None:
@@ -77,6 +85,7 @@ def admit(state: SlotState, admission: Admission) -> None:
     state.last_token[slot] = tokens[-1]
     state.drafts[slot] = tokens[-1]  # legal filler
     params, sampling = admission.params, state.sampling
+    state.speculation[slot] = state.drafts.shape[1] if params.speculation else 0
     sampling.temperature[slot] = params.temperature
     sampling.top_k[slot] = params.top_k
     sampling.top_p[slot] = params.top_p

@@ -15,9 +15,9 @@ class Verdict(NamedTuple):
     newest: torch.Tensor  # [R] int64, the bonus
 
 
-def verify(drafts: torch.Tensor, samples: torch.Tensor, forced: int | None = None) -> Verdict:
-    """Accept `drafts` `[R, k]` while they equal the target's `samples` `[R, 1 + k]`; the first sample that differs,
-    or the one after the last draft, is the bonus.
+def verify(drafts: torch.Tensor, samples: torch.Tensor, most: torch.Tensor, forced: int | None = None) -> Verdict:
+    """Accept `drafts` `[R, k]` while they equal the target's `samples` `[R, 1 + k]`, at most `most` `[R]` of them; the
+    first sample that differs, or the one after the last draft, is the bonus.
 
     Each sample is an exact draw given the tokens before it, and a sample is used only if all of those were emitted,
     so the output follows the target's distribution whatever the drafts are. The acceptance probability of a draft d
@@ -29,6 +29,7 @@ def verify(drafts: torch.Tensor, samples: torch.Tensor, forced: int | None = Non
     num_accepted = matches.cumprod(dim=1).sum(dim=1)
     if forced is not None:
         num_accepted = num_accepted * 0 + forced
+    num_accepted = torch.minimum(num_accepted, most)
     position = torch.arange(samples.shape[1], device=samples.device)
     padded = torch.cat((drafts, samples[:, -1:]), dim=1)
     emitted = torch.where(position < num_accepted.unsqueeze(1), padded, samples)

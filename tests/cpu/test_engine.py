@@ -205,8 +205,11 @@ def test_abort_at_any_moment_frees_everything_and_disturbs_nobody(engine: Engine
     assert not engine.abort("no such request")
 
 
-def test_a_nan_ends_one_request_with_an_error_and_the_others_go_on(engine: Engine) -> None:
-    """One embedding row is poisoned: only the request that contains that token fails."""
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_nan_ends_one_request_with_an_error_and_the_others_go_on(depth: int) -> None:
+    """One embedding row is poisoned: only the request that contains that token fails, and leaves nothing in the
+    prefix cache (scenario 41)."""
+    engine = Engine(tiny_model(), config=EngineConfig(max_model_len=64, page_size=4, max_num_seqs=4, depth=depth))
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     good = engine.generate([PROMPT], params, progress=False)[0].token_ids
     bad_token = next(t for t in range(3, VOCAB) if t not in PROMPT and t not in good)
@@ -214,6 +217,7 @@ def test_a_nan_ends_one_request_with_an_error_and_the_others_go_on(engine: Engin
     weight[bad_token] = float("nan")
     sick, well = engine.generate([[*PROMPT, bad_token], PROMPT], params, progress=False)
     assert (sick.finish_reason, sick.token_ids) == ("error", [])
+    engine.close()
     assert (well.finish_reason, well.token_ids) == ("length", good)
 
 

@@ -65,6 +65,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"num_speculative_tokens": 7, "depth": 1, "max_num_seqs": 12},
     {"num_speculative_tokens": 7, "depth": 3, "drafter": "forced"},
     {"num_speculative_tokens": 4, "depth": 2, "num_pages": 24},  # preemption
+    {"num_speculative_tokens": 7, "depth": 2, "num_pages": 24, "max_prefill_tokens": 5},  # and chunked prefill
 ]
 
 
@@ -108,6 +109,32 @@ def test_forced_acceptance_accepts_exactly_that_many_and_is_marked() -> None:
     assert [c.token_ids for c in honest] == [c.token_ids for c in plain]
 
 
+def test_a_request_may_go_without_speculation_inside_a_speculating_batch() -> None:
+    """No drafts are counted for it, its rows stay 1 + k wide, its text is the same (scenario 12)."""
+    plain, _ = run(prompts(4), [GREEDY] * 4, num_speculative_tokens=0)
+    without = SamplingParams(max_tokens=48, speculation=False)
+    mixed, stats = run(prompts(4), [GREEDY, without, GREEDY, without], num_speculative_tokens=3)
+    assert [c.token_ids for c in mixed] == [c.token_ids for c in plain]
+    _, alone = run(prompts(4)[::2], [GREEDY] * 2, num_speculative_tokens=3)
+    assert (stats.num_drafts, stats.num_accepted_tokens) == (alone.num_drafts, alone.num_accepted_tokens)
+    _, off = run(prompts(4), [without] * 4, num_speculative_tokens=3)
+    assert (off.num_drafts, off.num_accepted_tokens) == (0, 0)
+
+
+def test_a_cached_prefix_costs_no_acceptance() -> None:
+    """The drafter sees the whole history of a request, the cached part too (bug class F 52)."""
+    every = [prompts(1)[0] * 4] * 2
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with Engine(tiny_model(), config=EngineConfig(page_size=4, num_speculative_tokens=4)) as engine:
+        accepted = []
+        for prompt in every:
+            before = engine.stats().num_accepted_tokens
+            engine.generate([prompt], params, progress=False)
+            accepted.append(engine.stats().num_accepted_tokens - before)
+        assert engine.stats().prefix_cache_hit_rate > 0.3
+    assert accepted[0] == accepted[1] > 0
+
+
 def test_ngram_drafts_are_accepted_on_repetitive_text() -> None:
     """A drafter that saw tokens one step late would accept almost nothing here."""
     _, stats = run(prompts(6), [GREEDY] * 6, num_speculative_tokens=3)
@@ -126,10 +153,10 @@ def test_a_request_without_seed_reports_the_one_that_reproduces_it() -> None:
 def test_the_limit_of_the_model_ends_a_text_at_every_k() -> None:
     """Running past max_model_len: the last tokens are right although drafts reach beyond it (scenario 38)."""
     texts = []
-    for k in (0, 1, 3, 7):
+    for k in (0, 1, 3, 7, 10):
         params = SamplingParams(max_tokens=500, ignore_eos=True)
         done, _ = run(prompts(3), [params] * 3, num_speculative_tokens=k, max_model_len=61, page_size=8, depth=2)
         assert [c.finish_reason for c in done] == ["length"] * 3
         assert [c.usage.prompt_tokens + c.usage.completion_tokens for c in done] == [61] * 3
         texts.append([c.token_ids for c in done])
-    assert texts.count(texts[0]) == 4
+    assert texts.count(texts[0]) == 5

@@ -275,6 +275,17 @@ def test_pages_return_only_behind_the_fence() -> None:
     assert request.output_ids == []
 
 
+def test_a_request_that_ends_without_overrun_frees_its_pages_at_once() -> None:
+    """Scenario 15: at depth 2, with every draft rejected, the last launch is the one that ends it."""
+    harness = Harness(3, acceptance=0.0)
+    request = harness.add(request_of(0, 7, 4))
+    while request.finish_reason is None:
+        harness.step(2)
+    assert not harness.runner.in_flight
+    assert harness.scheduler.pool.num_fenced == 0
+    harness.assert_idle()
+
+
 @pytest.mark.parametrize("progress", [0, 1, 2, 3])
 def test_aborted_requests_keep_exactly_the_tokens_answered_before(progress: int) -> None:
     """Aborts with two answers pending, in order of submission (scenario 2)."""
@@ -436,9 +447,9 @@ def test_plan_arrays_are_snapshots() -> None:
     harness.launch()
     plan = harness.launch()
     assert plan.decode is not None
-    before = [array.copy() for array in (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)]
+    before: list[Any] = [array.copy() for array in (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)]
     for _ in range(4):
         harness.launch()
-    after = (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)
+    after: tuple[Any, ...] = (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     harness.run(depth=4)
