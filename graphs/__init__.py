@@ -1,18 +1,36 @@
 """Capture and replay of static-shape device steps. Knows nothing of language models."""
 
-from graphs.compile import check_compiler, compile_static
+from graphs.buffers import BufferError, PersistentBuffers, TensorSpec
+from graphs.capture import BakedValue, CapturedGraph, CaptureError, Contract, capture
+from graphs.compile import CompiledProgram, check_compiler, compile_static, keep_compiled
 from graphs.key import BucketLadder, GraphKey
+from graphs.recorded import RecordedProgram, record
+from graphs.store import GraphStore, LedgerLine
 from graphs.stream import CpuStream, CudaStream, Event, Stream, StreamError, create_stream
 
 __all__ = [
+    "BakedValue",
     "BucketLadder",
+    "BufferError",
+    "CaptureError",
+    "CapturedGraph",
+    "CompiledProgram",
+    "Contract",
     "CpuStream",
     "CudaStream",
     "Event",
     "GraphKey",
+    "GraphStore",
+    "LedgerLine",
+    "PersistentBuffers",
+    "RecordedProgram",
     "Stream",
     "StreamError",
+    "TensorSpec",
+    "capture",
     "check_compiler",
     "compile_static",
     "create_stream",
+    "keep_compiled",
+    "record",
 ]

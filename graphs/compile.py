@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from graphs.capture import BakedValue, Output
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,6 +25,25 @@ def check_compiler(device: torch.device) -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise RuntimeError(f"compile=True needs the Python headers ({header}): install python3-dev or drop compile")
+
+
+class CompiledProgram:
+    """A function that is compiled inside, run as it is: the CPU's graph with compilation. Dynamo's guards stand where a
+    record would bake."""
+
+    baked: tuple[BakedValue, ...] = ()
+    pool_bytes = 0
+    num_ops: int | None = None
+
+    def __init__(self, fn: Callable[[], Output]) -> None:
+        self.run = fn
+
+
+def keep_compiled(fn: Callable[[], Output]) -> tuple[CompiledProgram, Output]:
+    """The CPU backend of `graphs.capture` for functions that call compiled code. Runs `fn` twice to warm it up."""
+    with torch.no_grad():
+        fn()
+        return CompiledProgram(fn), fn()
 
 
 def compile_static(fn: Callable[P, R]) -> Callable[P, R]:

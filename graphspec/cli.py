@@ -75,6 +75,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
         ("device ms per step", f"{stats.device_ms_per_step:.1f}"),
         ("host us per step", f"{stats.host_us_per_step:.0f}"),
         ("device waited for the host", f"{100 * stats.device_idle_share:.1f} %"),
+        ("steps off graph", f"{stats.off_graph_decode_steps}"),
+        ("graphs, seconds to capture", f"{stats.num_graphs}, {stats.capture_seconds:.1f}"),
         ("wasted positions", f"{stats.wasted_positions}"),
         ("preemptions", f"{stats.num_preemptions}"),
     ]
@@ -158,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--async-scheduling", dest="depth", action="store_const", const=1, help="the same as --depth 1")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     add("--device", default="auto")
+    add("--enforce-eager", action="store_true", help="no captured graphs")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the decode forward")
     add("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="requests that run at once")
     add("--max-model-len", type=int, help="most tokens of a request, prompt and answer; default: the model's limit")

@@ -31,6 +31,7 @@ class EngineConfig:
     dtype                    "auto" (the checkpoint's), "float32", "bfloat16" or "float16"
     device                   "auto", "cpu" or "cuda"
     attention_backend        "auto" or "reference"
+    enforce_eager            run decode steps without captured graphs: the oracle of every graph
     compile                  torch.compile the decode forward; None: off on the CPU, on with CUDA
     debug                    check every invariant of the scheduler after every step (slow)
     watchdog_seconds         report a launch that does not come back for so long; 0 is off
@@ -54,6 +55,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    enforce_eager: bool = False
     compile: bool | None = None
     debug: bool = False
     watchdog_seconds: float = 120.0

@@ -277,9 +277,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and times since the engine was created."""
-        scheduler = self._scheduler
+        scheduler, graphs = self._scheduler, self._runner.graph_stats()
         return snapshot(
-            scheduler.stats, self._times, scheduler.num_running, len(scheduler.waiting), scheduler.pool.num_available
+            scheduler.stats,
+            self._times,
+            graphs,
+            scheduler.num_running,
+            len(scheduler.waiting),
+            scheduler.pool.num_available,
         )
 
     def dump_state(self) -> dict[str, Any]:

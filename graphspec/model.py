@@ -154,6 +154,7 @@ class PagedModel:
             )
         if any(hasattr(m, "sinks") for m in self.attention_modules):
             raise UnsupportedModelError("attention sinks are not supported yet")
+        self.kv_caches: list[torch.Tensor] = []
         heads = text.num_attention_heads
         self.facts = ModelFacts(
             vocab_size=text.vocab_size,
@@ -168,6 +169,7 @@ class PagedModel:
 
     def bind(self, kv_caches: list[torch.Tensor], backend: AttentionBackend) -> None:
         """Attach one KV tensor per layer. Raises UnsupportedModelError if a forward does not pass through each."""
+        self.kv_caches = kv_caches
         for module, kv_cache in zip(self.attention_modules, kv_caches, strict=True):
             module.register_buffer("paged_kv", kv_cache, persistent=False)
             object.__setattr__(module, "paged_backend", _CountingBackend())
@@ -207,6 +209,7 @@ class PagedModel:
             if hasattr(module, "paged_kv"):
                 del module.paged_kv
                 del module.paged_backend
+        self.kv_caches = []
         self.module.set_attn_implementation(self._previous_attention)  # type: ignore[operator]
 
 

@@ -8,13 +8,26 @@ from typing import Any
 import torch
 
 from attention import KVLayout, allocate_kv_cache, create_backend
-from graphs import BucketLadder, Event, GraphKey, compile_static, create_stream
+from graphs import (
+    BucketLadder,
+    Event,
+    GraphKey,
+    GraphStore,
+    PersistentBuffers,
+    compile_static,
+    create_stream,
+    keep_compiled,
+    record,
+)
+from graphs.capture import Output
+from graphs.cuda import CudaCapture
 from graphspec.config import ResolvedConfig
 from graphspec.drafting import Drafter
 from graphspec.iteration import DecodeInputs, Forward, Iteration, PrefillInputs
 from graphspec.model import PagedModel
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
-from graphspec.state import admit, allocate_state
+from graphspec.state import SlotState, admit, allocate_state
+from graphspec.stats import GraphStats
 from graphspec.step import StepPlan, StepResult
 
 
@@ -78,11 +91,16 @@ class Runner:
         self._state = state
         self.last_key: GraphKey | None = None
         # The static inputs every decode step reads: one set for all buckets, each bucket its leading rows.
+        rows, width = user.max_num_seqs, config.table_width
         self._inputs = DecodeInputs(
-            row_slots=torch.full((user.max_num_seqs,), state.scratch_slot, dtype=torch.int64, device=device),
-            block_tables=torch.full(
-                (user.max_num_seqs, config.table_width), config.num_pages, dtype=torch.int32, device=device
-            ),
+            row_slots=torch.full((rows,), state.scratch_slot, dtype=torch.int64, device=device),
+            block_tables=torch.full((rows, width), config.num_pages, dtype=torch.int32, device=device),
+        )
+        self._enforce_eager = user.enforce_eager
+        self.store = GraphStore(
+            persistent_buffers(self._inputs, state, model.kv_caches),
+            CudaCapture(device) if device.type == "cuda" else keep_compiled if compiled else record,
+            self._fill_with_padding,
         )
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -109,17 +127,37 @@ class Runner:
             admit(self._state, admission)
         if prefill is not None and plan.prefill is not None:
             on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in prefill))
-            out = self._prefill.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
-            staged.prefill_output[: len(out)].copy_(out, non_blocking=True)
+            first = self._prefill.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
+            staged.prefill_output[: len(first)].copy_(first, non_blocking=True)
         if decode is not None and key is not None:
-            inputs = DecodeInputs(*(t[: key.rows] for t in self._inputs))
-            for static, new in zip(inputs, decode, strict=True):
-                static.copy_(new, non_blocking=True)
-            out = self._step(key, inputs)
+            if not self._enforce_eager and key not in self.store:
+                self.store.capture(key, lambda: self._step(key))
+            for static, new in zip(self._inputs, decode, strict=True):
+                static[: key.rows].copy_(new, non_blocking=True)
+            out: Output
+            if self._enforce_eager:
+                out = self.store.run_off_graph("eager_mode", lambda: self._step(key))
+            else:
+                out = self.store[key].replay()
+            assert isinstance(out, torch.Tensor)
             staged.decode_output[: key.rows].copy_(out, non_blocking=True)
 
-    def _step(self, key: GraphKey, inputs: DecodeInputs) -> torch.Tensor:
+    def _step(self, key: GraphKey) -> torch.Tensor:
+        """The function that is captured, for one key."""
+        inputs = DecodeInputs(*(t[: key.rows] for t in self._inputs))
         return self._decode.decode(inputs, key.num_draft, key.sampler)
+
+    def _fill_with_padding(self) -> None:
+        """Make every row a padding row. Capturing runs a step for real; on padding it changes nothing that matters,
+        and what it wrote to the scratch page is wiped."""
+        self._inputs.row_slots.fill_(self._state.scratch_slot)
+        self._inputs.block_tables.fill_(self._decode.scratch_page)
+        for kv_cache in self._model.kv_caches:
+            kv_cache[self._decode.scratch_page].zero_()
+
+    def graph_stats(self) -> GraphStats:
+        ledger = self.store.ledger()
+        return GraphStats(dict(self.store.off_graph), len(ledger), sum(line.capture_seconds for line in ledger))
 
     def close(self) -> None:
         self._stream.close()
@@ -130,3 +168,18 @@ def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
     """The KV cache of `num_pages` pages and the scratch page behind them."""
     facts = model.facts
     return KVLayout(facts.num_layers, num_pages + 1, page_size, facts.num_kv_heads, facts.head_dim, facts.dtype)
+
+
+def persistent_buffers(inputs: DecodeInputs, state: SlotState, kv_caches: list[torch.Tensor]) -> PersistentBuffers:
+    """Everything that captured steps read and write in place, by name, with its one writer."""
+    buffers = PersistentBuffers()
+    for name, tensor in inputs._asdict().items():
+        buffers.add(f"inputs.{name}", tensor, writer="staging")
+    for name, field in state._asdict().items():
+        if isinstance(field, torch.Tensor):
+            buffers.add(f"state.{name}", field, writer="step")
+    for name, tensor in state.sampling._asdict().items():
+        buffers.add(f"state.sampling.{name}", tensor, writer="admission")
+    for layer, kv_cache in enumerate(kv_caches):
+        buffers.add(f"kv.{layer}", kv_cache, writer="step")
+    return buffers

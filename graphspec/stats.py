@@ -79,12 +79,27 @@ class EngineStats:
     num_running: int
     num_waiting: int
     free_pages: int  # available now: free, or cached and evictable
+    off_graph_decode_steps: int
+    off_graph_reasons: dict[str, int]
+    num_graphs: int
+    capture_seconds: float
     host_us_per_step: float  # median
     device_ms_per_step: float  # median
     device_idle_share: float  # of the device's time between first and last launch, spent waiting for the host
 
 
-def snapshot(spec: SpecStats, times: LoopTimes, num_running: int, num_waiting: int, free_pages: int) -> EngineStats:
+@dataclass(frozen=True)
+class GraphStats:
+    """What became of decode steps."""
+
+    off_graph_reasons: dict[str, int]
+    num_graphs: int
+    capture_seconds: float
+
+
+def snapshot(
+    spec: SpecStats, times: LoopTimes, graphs: GraphStats, num_running: int, num_waiting: int, free_pages: int
+) -> EngineStats:
     busy, idle = sum(times.busy), sum(times.idle[1:])
     return EngineStats(
         num_steps=len(times.busy),
@@ -101,6 +116,10 @@ def snapshot(spec: SpecStats, times: LoopTimes, num_running: int, num_waiting: i
         num_running=num_running,
         num_waiting=num_waiting,
         free_pages=free_pages,
+        off_graph_decode_steps=sum(graphs.off_graph_reasons.values()),
+        off_graph_reasons=graphs.off_graph_reasons,
+        num_graphs=graphs.num_graphs,
+        capture_seconds=graphs.capture_seconds,
         host_us_per_step=1e6 * statistics.median(times.host) if times.host else 0.0,
         device_ms_per_step=1e3 * statistics.median(times.busy) if times.busy else 0.0,
         device_idle_share=idle / (busy + idle) if busy else 0.0,

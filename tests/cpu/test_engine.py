@@ -136,7 +136,7 @@ def test_every_decode_launch_carries_exactly_1_plus_k_positions_per_row(
 ) -> None:
     """To the last step before max_tokens, at every depth, with rows that end at different times."""
     model = tiny_model()
-    config = EngineConfig(num_speculative_tokens=k, depth=depth, max_num_seqs=4, max_model_len=96)
+    config = EngineConfig(num_speculative_tokens=k, depth=depth, max_num_seqs=4, max_model_len=96, enforce_eager=True)
     plans: list[StepPlan] = []
     forwards: list[torch.Size] = []
     with Engine(model, config=config) as engine:
@@ -236,7 +236,7 @@ def test_a_launch_that_raises_ends_with_a_clear_error_and_no_hang(monkeypatch: p
 
 def test_after_a_failure_the_state_can_be_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    with Engine(model, config=EngineConfig(max_num_seqs=2)) as engine:
+    with Engine(model, config=EngineConfig(max_num_seqs=2, enforce_eager=True)) as engine:
         for _ in range(3):
             engine.add_request(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
         for _ in range(3):

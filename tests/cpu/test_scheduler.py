@@ -447,7 +447,9 @@ def test_plan_arrays_are_snapshots() -> None:
     harness.launch()
     plan = harness.launch()
     assert plan.decode is not None
-    before: list[Any] = [array.copy() for array in (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)]
+    before: list[Any] = [
+        array.copy() for array in (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)
+    ]
     for _ in range(4):
         harness.launch()
     after: tuple[Any, ...] = (plan.decode.computed_bound, plan.decode.page_table, plan.decode.epochs)

@@ -1,0 +1,92 @@
+"""Static tensors that captured graphs read and write: named, with one declared writer each, addresses frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+class BufferError(RuntimeError):
+    """A persistent buffer was moved, redefined, or written by somebody other than its declared writer."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a graph baked about one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    address: int
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr())
+
+    def difference(self, tensor: torch.Tensor) -> str | None:
+        """In words, what about `tensor` is not as it was; None if nothing changed."""
+        if tensor.data_ptr() != self.address:
+            return f'"{self.name}" moved from {self.address:#x} to {tensor.data_ptr():#x}'
+        now = TensorSpec.of(self.name, tensor)
+        for field in ("shape", "stride", "dtype"):
+            if getattr(now, field) != getattr(self, field):
+                return f'{field} of "{self.name}" was {getattr(self, field)} and is {getattr(now, field)}'
+        return None
+
+
+class PersistentBuffers(Mapping[str, torch.Tensor]):
+    """Named static tensors. Each has one declared writer per step; after `freeze` none may be added or replaced."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._writers: dict[str, str] = {}
+        self._specs: dict[str, TensorSpec] | None = None
+
+    def add(self, name: str, tensor: torch.Tensor, *, writer: str) -> torch.Tensor:
+        """Register `tensor` under `name`; `writer` names the one part of a step that writes it.
+
+        Raises BufferError if the name is taken or the buffers are frozen.
+        """
+        if self._specs is not None:
+            raise BufferError(f'"{name}" is added after the first capture: graphs could not know it')
+        if name in self._tensors:
+            raise BufferError(f'there is a buffer "{name}" already')
+        self._tensors[name] = tensor
+        self._writers[name] = writer
+        return tensor
+
+    def writer(self, name: str) -> str:
+        return self._writers[name]
+
+    def freeze(self) -> None:
+        """Fix all addresses. Called by the first capture."""
+        if self._specs is None:
+            self._specs = {name: TensorSpec.of(name, tensor) for name, tensor in self._tensors.items()}
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of a buffer. Raises BufferError once addresses are frozen."""
+        if self._specs is not None:
+            raise BufferError(f'"{name}" cannot be replaced: captured graphs hold its address; write into it instead')
+        self._tensors[name] = tensor
+
+    def verify(self) -> None:
+        """Raise BufferError if a frozen buffer is not where, or not what, it was. Cheap: compares addresses first."""
+        for name, spec in (self._specs or {}).items():
+            if (changed := spec.difference(self._tensors[name])) is not None:
+                raise BufferError(f"{changed}: write into the tensor, do not reallocate or resize it")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

@@ -1,0 +1,233 @@
+"""The CPU's captured graphs: a flat record of the aten ops that a function ran, and a replay of that record.
+
+A record bakes what a CUDA graph bakes: Python values, control flow, and the addresses of every tensor the function did
+not make itself. What is forgotten here would be forgotten there, and a test without a GPU finds it. Recording costs
+about as much as running the function once.
+
+Two simplifications keep the record short, and neither can be seen from outside: views of outside tensors are taken
+once (an address does not change), and so are constants made of Python values alone (`arange`, `full`), unless the
+record writes to them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphs.capture import BakedValue, CaptureError, Output
+
+# Folded constants larger than this are made anew in every replay.
+MAX_FOLDED_BYTES = 1 << 20
+
+FACTORIES = {"aten::arange", "aten::full", "aten::ones", "aten::scalar_tensor", "aten::zeros"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor inside a record: number `index` of what its ops made (`outside` False), or of what they found."""
+
+    index: int
+    outside: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'c' if self.outside else 't'}{self.index}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op of a record. `args` and `kwargs` hold Refs in the place of tensors; `outputs` the Refs it made."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Ref, ...]
+    single: bool  # the op returns one tensor, not a sequence
+    line: str
+
+    def inputs(self) -> Iterator[Ref]:
+        return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches a function run and writes down its ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nodes: list[Node] = []
+        self.outside: list[torch.Tensor] = []
+        self._made: list[torch.Tensor] = []  # kept alive while recording, so that identities stay unique
+        self._refs: dict[int, Ref] = {}
+        self.written: set[int] = set()  # storages that some op writes to
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """The Ref of a tensor; one that no op made belongs to the outside."""
+        known = self._refs.get(id(tensor))
+        if known is None:
+            known = self._refs[id(tensor)] = Ref(len(self.outside), outside=True)
+            self.outside.append(tensor)
+        return known
+
+    def tensor(self, ref: Ref) -> torch.Tensor:
+        return (self.outside if ref.outside else self._made)[ref.index]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        line = caller_line()
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            raise CaptureError(f"{line}: {func} gives the host a value or a shape that only the device knows")
+        specs = tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        out = func(*args, **kwargs)
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                self.written.update(_storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+        outputs = tuple(self._output(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        single = isinstance(out, torch.Tensor)
+        self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line))
+        return out
+
+    def _output(self, tensor: torch.Tensor) -> Ref:
+        known = self._refs.get(id(tensor))
+        if known is None:
+            known = self._refs[id(tensor)] = Ref(len(self._made), outside=False)
+            self._made.append(tensor)
+        return known
+
+
+class RecordedProgram:
+    """A record turned into straight-line Python: ops and outside tensors are bound once, values die at last use."""
+
+    pool_bytes = 0
+
+    def __init__(self, recorder: Recorder, output: Output) -> None:
+        self.outside = list(recorder.outside)
+        folded = _fold(recorder, self.outside)
+        self.nodes = [_substitute(node, folded) for node in recorder.nodes if not _is_folded(node, folded)]
+        results = [folded.get(r, r) for r in (recorder.ref(t) for t in _as_tuple(output))]
+        self.num_ops: int | None = len(self.nodes)
+        self.baked = tuple(_baked_values(recorder.nodes))
+        self._run = _compile(self.nodes, self.outside, results, single=isinstance(output, torch.Tensor))
+
+    def run(self) -> Output:
+        return self._run()
+
+
+def record(fn: Callable[[], Output]) -> tuple[RecordedProgram, Output]:
+    """Run `fn` once and keep what it did. Raises CaptureError at the first op that no graph can hold."""
+    recorder = Recorder()
+    with torch.no_grad(), recorder:
+        output = fn()
+    return RecordedProgram(recorder, output), output
+
+
+def caller_line() -> str:
+    """`file:line` of the innermost frame that belongs neither to torch nor to this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "torch", "graphs.")):
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> dict[Ref, Ref]:
+    """Values that are the same in every replay, moved to `outside`: old Ref -> new Ref."""
+    folded: dict[Ref, Ref] = {}
+    for node in recorder.nodes:
+        if len(node.outputs) != 1 or node.outputs[0].outside or node.outputs[0] in folded:
+            continue
+        tensor = recorder.tensor(node.outputs[0])
+        inputs = list(node.inputs())
+        fixed = all(ref.outside or ref in folded for ref in inputs)
+        is_view = bool(inputs) and fixed and node.op.is_view
+        is_constant = (
+            not inputs
+            and node.op._schema.name in FACTORIES
+            and tensor.numel() * tensor.element_size() <= MAX_FOLDED_BYTES
+            and _storage(tensor) not in recorder.written
+        )
+        if is_view or is_constant:
+            folded[node.outputs[0]] = Ref(len(outside), outside=True)
+            outside.append(tensor)
+    return folded
+
+
+def _is_folded(node: Node, folded: dict[Ref, Ref]) -> bool:
+    return bool(node.outputs) and all(ref in folded for ref in node.outputs)
+
+
+def _substitute(node: Node, folded: dict[Ref, Ref]) -> Node:
+    args, kwargs = tree_map(lambda x: folded.get(x, x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
+    return Node(node.op, args, kwargs, node.outputs, node.single, node.line)
+
+
+def _baked_values(nodes: Sequence[Node]) -> Iterator[BakedValue]:
+    for node in nodes:
+        for value in (*node.args, *node.kwargs.values()):
+            if isinstance(value, (bool, int, float, str)):
+                yield BakedValue(node.line, str(node.op), value)
+
+
+def _compile(
+    nodes: Sequence[Node], outside: Sequence[torch.Tensor], results: Sequence[Ref], *, single: bool
+) -> Callable[[], Output]:
+    """Python source for the nodes, as one function without arguments."""
+    names: dict[str, Any] = {f"c{i}": tensor for i, tensor in enumerate(outside)}
+    last_use = {ref: i for i, node in enumerate(nodes) for ref in (*node.inputs(), *node.outputs) if not ref.outside}
+    for ref in results:
+        last_use.pop(ref, None)
+    dying: dict[int, list[str]] = {}
+    for ref, i in last_use.items():
+        dying.setdefault(i, []).append(ref.name)
+    lines = []
+    ops: dict[OpOverload, str] = {}
+    for i, node in enumerate(nodes):
+        op = ops.setdefault(node.op, f"op{len(ops)}")
+        call = ", ".join(
+            [_source(a, names) for a in node.args] + [f"{k}={_source(v, names)}" for k, v in node.kwargs.items()]
+        )
+        fresh = [ref.name for ref in node.outputs if not ref.outside]
+        target = f"{fresh[0]} = " if node.single and fresh else f"{', '.join(fresh)}, = " if fresh else ""
+        lines.append(f"    {target}{op}({call})")
+        if i in dying:
+            lines.append(f"    {' = '.join(dying[i])} = None")
+    returned = ", ".join(ref.name for ref in results)
+    lines.append(f"    return {returned}" if single else f"    return ({returned},)")
+    names.update({name: op for op, name in ops.items()})
+    bound = ", ".join(f"{name}={name}" for name in names)  # defaults are locals: faster than globals
+    exec(compile(f"def replay({bound}):\n" + "\n".join(lines), "<recorded graph>", "exec"), names)
+    run: Callable[[], Output] = names["replay"]
+    return run
+
+
+def _source(value: Any, names: dict[str, Any]) -> str:
+    """Python source of one argument; what has no literal is bound to a name."""
+    if isinstance(value, Ref):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(_source(v, names) for v in value)
+        return f"[{items}]" if isinstance(value, list) else f"({items},)"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    name = f"v{len(names)}"
+    names[name] = value
+    return name
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)

@@ -1,0 +1,73 @@
+"""All captured graphs of a process part: lookup by key, and what became of every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from graphs.buffers import PersistentBuffers
+from graphs.capture import CapturedGraph, Output, Program, capture
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """What one graph costs and whether it earns it."""
+
+    key: Hashable
+    num_replays: int
+    capture_seconds: float
+    pool_bytes: int
+    num_ops: int | None  # known for recorded graphs
+
+
+class GraphStore:
+    """Captured graphs by key, and the coverage of steps: which key, or why none.
+
+    `backend` is what `capture` takes. `prepare` puts harmless inputs into the buffers; it runs before every capture,
+    since capturing runs the function for real.
+    """
+
+    def __init__(
+        self,
+        buffers: PersistentBuffers,
+        backend: Callable[[Callable[[], Output]], tuple[Program, Output]],
+        prepare: Callable[[], None],
+    ) -> None:
+        self.buffers = buffers
+        self.off_graph: Counter[str] = Counter()
+        self._backend, self._prepare = backend, prepare
+        self._graphs: dict[Hashable, CapturedGraph] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Hashable, fn: Callable[[], Output]) -> CapturedGraph:
+        """Capture `fn` under `key`, which must be new."""
+        assert key not in self._graphs, "a key names one graph"
+        self._prepare()
+        graph = self._graphs[key] = capture(fn, self.buffers, key=key, backend=self._backend)
+        self._prepare()
+        return graph
+
+    def __getitem__(self, key: Hashable) -> CapturedGraph:
+        return self._graphs[key]
+
+    def run_off_graph(self, reason: str, fn: Callable[[], Output]) -> Output:
+        """Run a step without a graph; counted, always with a reason."""
+        self.off_graph[reason] += 1
+        return fn()
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self._graphs.values())
+
+    def never_replayed(self) -> list[Hashable]:
+        """Graphs that were captured and not used: each is a finding."""
+        return [key for key, graph in self._graphs.items() if not graph.num_replays]
+
+    def ledger(self) -> list[LedgerLine]:
+        return [
+            LedgerLine(key, g.num_replays, g.capture_seconds, g.program.pool_bytes, g.program.num_ops)
+            for key, g in self._graphs.items()
+        ]
