@@ -3,6 +3,7 @@
 from graphs.buffers import BufferError, PersistentBuffers, TensorSpec
 from graphs.capture import BakedValue, CapturedGraph, CaptureError, Contract, capture
 from graphs.compile import CompiledProgram, check_compiler, compile_static, keep_compiled
+from graphs.guard import CaptureGuard, Finding
 from graphs.key import BucketLadder, GraphKey
 from graphs.recorded import RecordedProgram, record
 from graphs.store import GraphStore, LedgerLine
@@ -13,12 +14,14 @@ __all__ = [
     "BucketLadder",
     "BufferError",
     "CaptureError",
+    "CaptureGuard",
     "CapturedGraph",
     "CompiledProgram",
     "Contract",
     "CpuStream",
     "CudaStream",
     "Event",
+    "Finding",
     "GraphKey",
     "GraphStore",
     "LedgerLine",

@@ -83,10 +83,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         line = caller_line()
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            raise CaptureError(f"{line}: {func} gives the host a value or a shape that only the device knows")
+        self.refuse(func, args, line)
         specs = tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-        out = func(*args, **kwargs)
+        out = self.execute(func, args, kwargs)
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -95,6 +94,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         single = isinstance(out, torch.Tensor)
         self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line))
         return out
+
+    def refuse(self, func: OpOverload, args: tuple[Any, ...], line: str) -> None:
+        """Raise CaptureError for an op that no graph can hold."""
+        if depends_on_data(func, args):
+            raise CaptureError(f"{line}: {func} gives the host a value or a shape that only the device knows")
+
+    def execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _output(self, tensor: torch.Tensor) -> Ref:
         known = self._refs.get(id(tensor))
@@ -128,6 +135,15 @@ def record(fn: Callable[[], Output]) -> tuple[RecordedProgram, Output]:
     with torch.no_grad(), recorder:
         output = fn()
     return RecordedProgram(recorder, output), output
+
+
+def depends_on_data(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an op returns a value to the host, or a shape that follows from the content of a tensor."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def caller_line() -> str:

@@ -136,4 +136,4 @@ class Iteration:
 
     def _reset_scratch_slot(self) -> None:
         for field in (self.state.computed, self.state.last_token, self.state.drafts):
-            field[self.state.scratch_slot] = 0
+            field.select(0, self.state.scratch_slot).zero_()
