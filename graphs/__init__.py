@@ -2,6 +2,7 @@
 
 from graphs.buffers import BufferError, PersistentBuffers, TensorSpec
 from graphs.capture import BakedValue, CapturedGraph, CaptureError, Contract, capture
+from graphs.checks import Audit, Difference, compare_replay, poison
 from graphs.compile import CompiledProgram, check_compiler, compile_static, keep_compiled
 from graphs.guard import CaptureGuard, Finding
 from graphs.key import BucketLadder, GraphKey
@@ -10,6 +11,7 @@ from graphs.store import GraphStore, LedgerLine
 from graphs.stream import CpuStream, CudaStream, Event, Stream, StreamError, create_stream
 
 __all__ = [
+    "Audit",
     "BakedValue",
     "BucketLadder",
     "BufferError",
@@ -20,6 +22,7 @@ __all__ = [
     "Contract",
     "CpuStream",
     "CudaStream",
+    "Difference",
     "Event",
     "Finding",
     "GraphKey",
@@ -32,8 +35,10 @@ __all__ = [
     "TensorSpec",
     "capture",
     "check_compiler",
+    "compare_replay",
     "compile_static",
     "create_stream",
     "keep_compiled",
+    "poison",
     "record",
 ]

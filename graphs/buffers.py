@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+CANARY, CANARY_BYTES = 0xA5, 256  # a multiple of every alignment that kernels ask for
 
 
 class BufferError(RuntimeError):
@@ -43,10 +47,31 @@ class PersistentBuffers(Mapping[str, torch.Tensor]):
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._writers: dict[str, str] = {}
+        self._every_step: set[str] = set()
+        self._guarded: dict[str, torch.Tensor] = {}
         self._specs: dict[str, TensorSpec] | None = None
+        self.part = ""  # the part of a step that is running now, see `Audit`
 
-    def add(self, name: str, tensor: torch.Tensor, *, writer: str) -> torch.Tensor:
-        """Register `tensor` under `name`; `writer` names the one part of a step that writes it.
+    def allocate(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, writer: str, **kind: bool
+    ) -> torch.Tensor:
+        """A new zeroed buffer with canary words before and behind it (`check_canaries`). See `add`."""
+        size = math.prod(shape) * dtype.itemsize
+        guarded = torch.full((size + 2 * CANARY_BYTES,), CANARY, dtype=torch.uint8, device=device)
+        self._guarded[name] = guarded
+        tensor = guarded[CANARY_BYTES : CANARY_BYTES + size].view(dtype).view(shape)
+        return self.add(name, tensor.zero_(), writer=writer, **kind)
+
+    def check_canaries(self) -> None:
+        """Raise BufferError, naming it, if something was written just outside an allocated buffer. Reads them back."""
+        for name, guarded in self._guarded.items():
+            ends = torch.cat((guarded[:CANARY_BYTES], guarded[-CANARY_BYTES:]))
+            if not bool((ends == CANARY).all()):
+                raise BufferError(f'something wrote past the ends of "{name}"')
+
+    def add(self, name: str, tensor: torch.Tensor, *, writer: str, every_step: bool = False) -> torch.Tensor:
+        """Register `tensor` under `name`; `writer` names the one part of a step that writes it, and `every_step` says
+        that what the step before left in it means nothing.
 
         Raises BufferError if the name is taken or the buffers are frozen.
         """
@@ -56,10 +81,24 @@ class PersistentBuffers(Mapping[str, torch.Tensor]):
             raise BufferError(f'there is a buffer "{name}" already')
         self._tensors[name] = tensor
         self._writers[name] = writer
+        if every_step:
+            self._every_step.add(name)
         return tensor
+
+    @contextmanager
+    def writing(self, part: str) -> Iterator[None]:
+        """Everything inside is done by `part` of a step. Costs nothing unless an `Audit` listens."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
 
     def writer(self, name: str) -> str:
         return self._writers[name]
+
+    def is_written_every_step(self, name: str) -> bool:
+        return name in self._every_step
 
     def freeze(self) -> None:
         """Fix all addresses. Called by the first capture."""

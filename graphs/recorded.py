@@ -51,6 +51,7 @@ class Node:
     outputs: tuple[Ref, ...]
     single: bool  # the op returns one tensor, not a sequence
     line: str
+    position: int  # among everything the function ran, folded ops included, `is_bookkeeping` ones not
 
     def inputs(self) -> Iterator[Ref]:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside: list[torch.Tensor] = []
         self._made: list[torch.Tensor] = []  # kept alive while recording, so that identities stay unique
         self._refs: dict[int, Ref] = {}
+        self._position = 0
         self.written: set[int] = set()  # storages that some op writes to
 
     def ref(self, tensor: torch.Tensor) -> Ref:
@@ -92,7 +94,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.written.update(_storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor))
         outputs = tuple(self._output(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         single = isinstance(out, torch.Tensor)
-        self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line))
+        self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line, self._position))
+        self._position += not is_bookkeeping(func)
         return out
 
     def refuse(self, func: OpOverload, args: tuple[Any, ...], line: str) -> None:
@@ -118,8 +121,8 @@ class RecordedProgram:
 
     def __init__(self, recorder: Recorder, output: Output) -> None:
         self.outside = list(recorder.outside)
-        folded = _fold(recorder, self.outside)
-        self.nodes = [_substitute(node, folded) for node in recorder.nodes if not _is_folded(node, folded)]
+        folded, done = _fold(recorder, self.outside)
+        self.nodes = [_substitute(node, folded) for i, node in enumerate(recorder.nodes) if i not in done]
         results = [folded.get(r, r) for r in (recorder.ref(t) for t in _as_tuple(output))]
         self.num_ops: int | None = len(self.nodes)
         self.baked = tuple(_baked_values(recorder.nodes))
@@ -135,6 +138,11 @@ def record(fn: Callable[[], Output]) -> tuple[RecordedProgram, Output]:
     with torch.no_grad(), recorder:
         output = fn()
     return RecordedProgram(recorder, output), output
+
+
+def is_bookkeeping(func: OpOverload) -> bool:
+    """Ops that torch puts in or leaves out by itself: results that are still referenced come back detached."""
+    return func is torch.ops.aten.detach.default
 
 
 def depends_on_data(func: OpOverload, args: tuple[Any, ...]) -> bool:
@@ -157,10 +165,12 @@ def caller_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> dict[Ref, Ref]:
-    """Values that are the same in every replay, moved to `outside`: old Ref -> new Ref."""
+def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Ref], set[int]]:
+    """Values that are the same in every replay, moved to `outside`: old Ref -> new Ref, and the indices of the
+    nodes that made them. (A later op that writes to such a value in place also returns it, and stays.)"""
     folded: dict[Ref, Ref] = {}
-    for node in recorder.nodes:
+    done: set[int] = set()
+    for i, node in enumerate(recorder.nodes):
         if len(node.outputs) != 1 or node.outputs[0].outside or node.outputs[0] in folded:
             continue
         tensor = recorder.tensor(node.outputs[0])
@@ -176,16 +186,13 @@ def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> dict[Ref, Ref]:
         if is_view or is_constant:
             folded[node.outputs[0]] = Ref(len(outside), outside=True)
             outside.append(tensor)
-    return folded
-
-
-def _is_folded(node: Node, folded: dict[Ref, Ref]) -> bool:
-    return bool(node.outputs) and all(ref in folded for ref in node.outputs)
+            done.add(i)
+    return folded, done
 
 
 def _substitute(node: Node, folded: dict[Ref, Ref]) -> Node:
     args, kwargs = tree_map(lambda x: folded.get(x, x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
-    return Node(node.op, args, kwargs, node.outputs, node.single, node.line)
+    return Node(node.op, args, kwargs, node.outputs, node.single, node.line, node.position)
 
 
 def _baked_values(nodes: Sequence[Node]) -> Iterator[BakedValue]:

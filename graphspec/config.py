@@ -33,7 +33,7 @@ class EngineConfig:
     attention_backend        "auto" or "reference"
     enforce_eager            run decode steps without captured graphs: the oracle of every graph
     compile                  torch.compile the decode forward; None: off on the CPU, on with CUDA
-    debug                    check every invariant of the scheduler after every step (slow)
+    debug                    check every invariant of the scheduler, and who writes which buffer, in every step (slow)
     watchdog_seconds         report a launch that does not come back for so long; 0 is off
     seed                     seeds the seeds of requests that bring none; None: from the operating system
 

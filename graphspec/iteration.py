@@ -117,7 +117,7 @@ class Iteration:
         offsets = torch.arange(num_verified + 1, device=slots.device)
         places = computed.unsqueeze(1) + 1 + offsets  # absolute positions of the sampled tokens
         samples = sample(logits, places, state.sampling.rows(slots), sampler)
-        most = state.speculation.index_select(0, slots).clamp(max=num_verified)
+        most = state.speculation.index_select(0, slots).clamp(0, num_verified)
         verdict = verify(drafts, samples, most, self.drafter.forced_num_accepted if num_verified else None)
 
         new_computed = (computed + verdict.num_emitted).clamp(max=self.max_model_len)

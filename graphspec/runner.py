@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from attention import KVLayout, allocate_kv_cache, create_backend
 from graphs import (
+    Audit,
     BucketLadder,
     Event,
     GraphKey,
@@ -91,14 +94,12 @@ class Runner:
         self._state = state
         self.last_key: GraphKey | None = None
         # The static inputs every decode step reads: one set for all buckets, each bucket its leading rows.
-        rows, width = user.max_num_seqs, config.table_width
-        self._inputs = DecodeInputs(
-            row_slots=torch.full((rows,), state.scratch_slot, dtype=torch.int64, device=device),
-            block_tables=torch.full((rows, width), config.num_pages, dtype=torch.int32, device=device),
-        )
-        self._enforce_eager = user.enforce_eager
+        buffers = PersistentBuffers()
+        self._inputs = allocate_inputs(buffers, user.max_num_seqs, config.table_width, device)
+        register(buffers, state, model.kv_caches)
+        self._enforce_eager, self._audit = user.enforce_eager, user.debug
         self.store = GraphStore(
-            persistent_buffers(self._inputs, state, model.kv_caches),
+            buffers,
             CudaCapture(device) if device.type == "cuda" else keep_compiled if compiled else record,
             self._fill_with_padding,
         )
@@ -123,6 +124,17 @@ class Runner:
         decode: DecodeInputs | None,
         key: GraphKey | None,
     ) -> None:
+        with self._audited():
+            self._run_parts(plan, staged, prefill, decode, key)
+
+    def _run_parts(
+        self,
+        plan: StepPlan,
+        staged: StagedStep,
+        prefill: PrefillInputs | None,
+        decode: DecodeInputs | None,
+        key: GraphKey | None,
+    ) -> None:
         for admission in plan.admissions:
             admit(self._state, admission)
         if prefill is not None and plan.prefill is not None:
@@ -132,8 +144,9 @@ class Runner:
         if decode is not None and key is not None:
             if not self._enforce_eager and key not in self.store:
                 self.store.capture(key, lambda: self._step(key))
-            for static, new in zip(self._inputs, decode, strict=True):
-                static[: key.rows].copy_(new, non_blocking=True)
+            with self.store.buffers.writing("staging"):
+                for static, new in zip(self._inputs, decode, strict=True):
+                    static[: key.rows].copy_(new, non_blocking=True)
             out: Output
             if self._enforce_eager:
                 out = self.store.run_off_graph("eager_mode", lambda: self._step(key))
@@ -147,11 +160,19 @@ class Runner:
         inputs = DecodeInputs(*(t[: key.rows] for t in self._inputs))
         return self._decode.decode(inputs, key.num_draft, key.sampler)
 
+    @contextmanager
+    def _audited(self) -> Iterator[None]:
+        """In debug mode, who writes which buffer is watched, and a violation fails the launch."""
+        with self.store.buffers.writing("step"), Audit(self.store.buffers) if self._audit else nullcontext() as audit:
+            yield
+        assert audit is None or not audit.findings, audit.findings
+
     def _fill_with_padding(self) -> None:
         """Make every row a padding row. Capturing runs a step for real; on padding it changes nothing that matters,
         and what it wrote to the scratch page is wiped."""
-        self._inputs.row_slots.fill_(self._state.scratch_slot)
-        self._inputs.block_tables.fill_(self._decode.scratch_page)
+        with self.store.buffers.writing("staging"):
+            self._inputs.row_slots.fill_(self._state.scratch_slot)
+            self._inputs.block_tables.fill_(self._decode.scratch_page)
         for kv_cache in self._model.kv_caches:
             kv_cache[self._decode.scratch_page].zero_()
 
@@ -170,16 +191,22 @@ def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
     return KVLayout(facts.num_layers, num_pages + 1, page_size, facts.num_kv_heads, facts.head_dim, facts.dtype)
 
 
-def persistent_buffers(inputs: DecodeInputs, state: SlotState, kv_caches: list[torch.Tensor]) -> PersistentBuffers:
-    """Everything that captured steps read and write in place, by name, with its one writer."""
-    buffers = PersistentBuffers()
-    for name, tensor in inputs._asdict().items():
-        buffers.add(f"inputs.{name}", tensor, writer="staging")
-    for name, field in state._asdict().items():
-        if isinstance(field, torch.Tensor):
-            buffers.add(f"state.{name}", field, writer="step")
-    for name, tensor in state.sampling._asdict().items():
-        buffers.add(f"state.sampling.{name}", tensor, writer="admission")
+def allocate_inputs(buffers: PersistentBuffers, rows: int, width: int, device: torch.device) -> DecodeInputs:
+    """The static inputs of decode steps, written by staging before every step."""
+    shapes = {"row_slots": ((rows,), torch.int64), "block_tables": ((rows, width), torch.int32)}
+    return DecodeInputs(
+        **{
+            name: buffers.allocate(f"inputs.{name}", shape, dtype, device, writer="staging", every_step=True)
+            for name, (shape, dtype) in shapes.items()
+        }
+    )
+
+
+def register(buffers: PersistentBuffers, state: SlotState, kv_caches: list[torch.Tensor]) -> None:
+    """Name everything that steps update in place."""
+    fields = {n: t for n, t in state._asdict().items() if isinstance(t, torch.Tensor)}
+    fields |= {f"sampling.{n}": t for n, t in state.sampling._asdict().items()}
+    for name, field in fields.items():
+        buffers.add(f"state.{name}", field, writer="step")
     for layer, kv_cache in enumerate(kv_caches):
         buffers.add(f"kv.{layer}", kv_cache, writer="step")
-    return buffers

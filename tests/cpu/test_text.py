@@ -78,6 +78,25 @@ def test_any_ids_join_to_their_full_decode(tokenizer: Any, ids: list[int], sizes
     assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1]), "these bytes might have become a character"
 
 
+@functools.cache
+def word_tokenizer() -> Any:
+    """Like SentencePiece: a token that starts a word brings a space, unless it is the first of what is decoded."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<s>", "</s>", "\u2581the", "\u2581cat", "s", "\u2581", ".", "\u2581a"]
+    inner = Tokenizer(models.WordLevel(vocab={token: i for i, token in enumerate(tokens)}, unk_token="."))
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@EXACT
+@given(st.lists(st.integers(0, 7), max_size=20), SIZES)
+def test_spaces_between_words_survive_the_cut_into_pieces(ids: list[int], sizes: list[int]) -> None:
+    pieces = pieces_of(TextStream(word_tokenizer()), ids, sizes)
+    assert "".join(pieces) == word_tokenizer().decode(ids, skip_special_tokens=True)
+
+
 @EXACT
 @given(st.text(max_size=8), st.sampled_from("é語😀"), st.integers(1, 3), SIZES)
 def test_truncated_bytes_come_with_the_final_flush_only(text: str, last: str, cut: int, sizes: list[int]) -> None:

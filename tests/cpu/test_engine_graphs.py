@@ -1,0 +1,183 @@
+"""Every decode step of the engine replays a captured graph, and the graph does what the eager step does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from conftest import VOCAB, tiny_model
+
+from graphs import BucketLadder, CapturedGraph, compare_replay, poison
+from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from graphspec.request import SamplerNeeds, sampler_kind
+from graphspec.sampling import SAMPLERS
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+PARAMS = [
+    GREEDY,
+    SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=17, temperature=1.1, top_k=12, seed=2),
+    SamplingParams(max_tokens=24, temperature=0.9, top_p=0.8, seed=3, ignore_eos=True),
+]
+
+
+def prompts(count: int, longest: int = 20) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def run(count: int, params: list[SamplingParams], **config: Any) -> tuple[list[Completion], EngineStats]:
+    config = {"max_num_seqs": 8, "page_size": 8, "max_model_len": 96, "max_prefill_tokens": 24, **config}
+    with Engine(tiny_model(), config=EngineConfig(**config)) as engine:
+        done = engine.generate(prompts(count), [params[i % len(params)] for i in range(count)], progress=False)
+        return done, engine.stats()
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_tokens_are_bit_equal_to_eager_and_no_step_is_off_graph(k: int, depth: int) -> None:
+    """A mixed load: prefill chunks beside decodes, arrivals and ends, every sampler kind."""
+    graphs, stats = run(20, PARAMS, num_speculative_tokens=k, depth=depth)
+    eager, off = run(20, PARAMS, num_speculative_tokens=k, depth=depth, enforce_eager=True)
+    assert [c.token_ids for c in graphs] == [c.token_ids for c in eager]
+    assert (stats.off_graph_decode_steps, stats.off_graph_reasons) == (0, {})
+    assert off.off_graph_reasons == {"eager_mode": off.off_graph_decode_steps}
+    assert off.off_graph_decode_steps > 20
+    assert off.num_graphs == 0
+
+
+def test_every_batch_size_replays_a_graph_that_holds_it() -> None:
+    """Scenario 32: sizes in the gaps of the ladder pad up; the largest batch is the last rung."""
+    for rows in range(1, 12):
+        with Engine(tiny_model(), config=EngineConfig(max_num_seqs=11, max_model_len=64)) as engine:
+            engine.generate(
+                [[5, 6, 7 + i] for i in range(rows)], SamplingParams(max_tokens=4, ignore_eos=True), progress=False
+            )
+            stats = engine.stats()
+            keys: list[Any] = [line.key for line in engine._runner.store.ledger()]
+        assert stats.off_graph_decode_steps == 0
+        assert {key.rows for key in keys} >= {BucketLadder.up_to(11).pad(rows)}
+
+
+def test_a_prefill_chunk_of_1_plus_k_tokens_is_no_decode() -> None:
+    """Scenario 31: the kind of a graph comes from the state of a request, never from a shape."""
+    with Engine(tiny_model(), config=EngineConfig(num_speculative_tokens=3, max_prefill_tokens=4)) as engine:
+        engine.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1), progress=False)
+        assert engine._runner.store.num_replays == 0
+        assert engine.stats().off_graph_decode_steps == 0
+
+
+def test_running_past_the_longest_length_stays_on_graph() -> None:
+    done, stats = run(3, [SamplingParams(max_tokens=200, ignore_eos=True)], num_speculative_tokens=5, max_model_len=40)
+    assert {c.finish_reason for c in done} == {"length"}
+    assert stats.off_graph_decode_steps == 0
+
+
+def test_idle_graphs_are_reused_and_none_is_left_without_a_replay() -> None:
+    """Scenario 57 for graphs: a second load captures nothing new."""
+    with Engine(tiny_model(), config=EngineConfig(max_num_seqs=4, max_model_len=64)) as engine:
+        engine.generate(prompts(6), GREEDY, progress=False)
+        first = engine.stats().num_graphs
+        engine.generate(prompts(6), GREEDY, progress=False)
+        assert engine.stats().num_graphs == first
+        assert engine._runner.store.never_replayed() == []
+
+
+def test_every_union_of_needs_has_a_sampler_and_every_sampler_is_reached() -> None:
+    kinds = {
+        sampler_kind(needs) for needs in range(int(SamplerNeeds.NOISE | SamplerNeeds.TOP_K | SamplerNeeds.SORT) + 1)
+    }
+    assert kinds == set(SAMPLERS)
+
+
+def mid_flight(k: int = 3) -> tuple[Engine, CapturedGraph]:
+    """An engine stopped in the middle of a load with 3 rows in the 4-row graph, and that graph."""
+    config = EngineConfig(num_speculative_tokens=k, depth=0, max_num_seqs=4, max_model_len=64, page_size=4, debug=True)
+    engine = Engine(tiny_model(), config=config)
+    for prompt, params in zip(prompts(3), PARAMS[:1] * 3, strict=True):
+        engine.add_request(prompt, params)
+    for _ in range(6):
+        engine.step()
+    assert engine._runner.last_key is not None
+    ladder = engine._runner.ladder
+    assert ladder.pad(3) == 3  # so use the padded 4-row graph by hand
+    key = engine._runner.last_key._replace(rows=4)
+    runner = engine._runner
+
+    def stage() -> None:
+        slots = runner._inputs.row_slots.clone()
+        tables = runner._inputs.block_tables.clone()
+        runner.store.capture(key, lambda: runner._step(key))
+        runner._inputs.row_slots.copy_(slots)
+        runner._inputs.block_tables.copy_(tables)
+        runner._inputs.row_slots[3] = runner._state.scratch_slot
+        runner._inputs.block_tables[3] = runner._decode.scratch_page
+
+    runner._stream.submit(stage).wait()
+    return engine, runner.store[key]
+
+
+def test_a_replay_in_the_middle_of_a_load_equals_eager_op_by_op() -> None:
+    engine, graph = mid_flight()
+    runner = engine._runner
+    found: list[Any] = []
+    runner._stream.submit(
+        lambda: found.append(compare_replay(graph, lambda: runner._step(graph.key), runner.store.buffers))  # type: ignore[arg-type]
+    ).wait()
+    assert found == [None]
+    engine.close()
+
+
+def test_poisoned_padding_changes_no_real_row() -> None:
+    """Scenario 58: NaN, -1 and 0x7f in the scratch page and in the scratch slot's history, drafts and parameters."""
+    engine, graph = mid_flight()
+    runner = engine._runner
+    scratch = runner._state.scratch_slot
+    padding: dict[str, Any] = {f"kv.{i}": runner._decode.scratch_page for i in range(3)}
+    padding |= {f"state.{n}": scratch for n in ("history", "drafts", "last_token", "speculation")}
+    padding |= {f"state.sampling.{n}": scratch for n in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    found: list[str] = []
+    runner._stream.submit(
+        lambda: found.extend(poison(graph, runner.store.buffers, padding, lambda out: [out[0][:3]]))
+    ).wait()
+    assert found == []
+    runner.store.buffers.check_canaries()
+    engine.close()
+
+
+def test_graphs_write_nothing_but_their_buffers() -> None:
+    """In debug mode every launch is audited: one writer per buffer, inputs written before they are read."""
+    done, _ = run(6, PARAMS, num_speculative_tokens=2, debug=True)
+    plain, _ = run(6, PARAMS, num_speculative_tokens=2)
+    assert [c.token_ids for c in done] == [c.token_ids for c in plain]
+
+
+def test_a_write_by_a_stranger_fails_the_launch_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny_model(), config=EngineConfig(debug=True)) as engine:
+        runner = engine._runner
+        finish = runner._run_parts
+
+        def meddle(*args: Any) -> None:
+            with runner.store.buffers.writing("stranger"):
+                runner._state.computed.add_(0)
+            finish(*args)
+
+        monkeypatch.setattr(runner, "_run_parts", meddle)
+        with pytest.raises(RuntimeError, match=r"state.computed.*is written by stranger, its writer is step"):
+            engine.generate([[5, 6, 7]], GREEDY, progress=False)
+
+
+def test_the_address_of_a_buffer_that_moved_stops_the_engine() -> None:
+    with Engine(tiny_model(), config=EngineConfig()) as engine:
+        engine.add_request([5, 6, 7], GREEDY)
+        for _ in range(4):
+            engine.step()
+        computed = engine._runner._state.computed
+
+        def move() -> None:
+            computed.set_(computed.clone())  # type: ignore[call-overload]
+
+        engine._runner._stream.submit(move).wait()
+        with pytest.raises(RuntimeError, match=r"state.computed. moved from 0x"):
+            engine.generate([[5, 6, 7]], GREEDY, progress=False)

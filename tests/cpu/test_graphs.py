@@ -1,0 +1,252 @@
+"""Footguns of graph capture: each test shows what naive capture does, and that this package catches or prevents it.
+
+Capture bakes addresses, Python values and control flow. The recorded backend bakes the same things as CUDA, so these
+hold without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphs import BufferError, CapturedGraph, CaptureError, GraphStore, PersistentBuffers, capture, record
+from graphs.capture import Output
+from graphs.checks import Audit, compare_replay, poison
+
+CPU = torch.device("cpu")
+
+
+def static(**tensors: torch.Tensor) -> PersistentBuffers:
+    buffers = PersistentBuffers()
+    for name, tensor in tensors.items():
+        buffers.add(name, tensor, writer="host")
+    return buffers
+
+
+def graph_of(fn: Callable[[], Output], buffers: PersistentBuffers) -> CapturedGraph:
+    return capture(fn, buffers, key="test", backend=record)
+
+
+def test_a_python_scalar_is_baked_and_listed() -> None:
+    """Naive: the graph keeps adding the 3 of the capture. Here the contract lists it, with its line."""
+    scale = [3.0]
+    x = torch.ones(4)
+    graph = graph_of(lambda: x * scale[0], static(x=x))
+    scale[0] = 5.0
+    assert graph.replay().tolist() == [3.0] * 4  # type: ignore[union-attr]
+    assert [(b.op, b.value) for b in graph.contract.baked] == [("aten.mul.Tensor", 3.0)]
+    assert __file__ in graph.contract.baked[0].line
+    assert str(compare_replay(graph, lambda: x * scale[0], static(x=x))).startswith("aten.mul.Tensor differs")
+
+
+def test_changed_contents_are_followed_and_a_changed_address_is_caught() -> None:
+    """Naive: a graph replayed after reallocation reads freed memory."""
+    x = torch.ones(4)
+    buffers = static(x=x)
+    graph = graph_of(lambda: buffers["x"] + 1, buffers)
+    x.fill_(6)
+    assert graph.replay().tolist() == [7.0] * 4  # type: ignore[union-attr]
+    with pytest.raises(BufferError, match='"x" cannot be replaced'):
+        buffers.replace("x", torch.zeros(4))
+    x.set_(torch.zeros(4))  # type: ignore[call-overload]
+    with pytest.raises(BufferError, match='"x" moved from 0x'):
+        graph.replay()
+
+
+def test_a_resized_or_retyped_buffer_is_caught() -> None:
+    x = torch.ones(8)
+    buffers = static(x=x)
+    graph = graph_of(lambda: x.sum(), buffers)
+    x.resize_(4)
+    with pytest.raises(BufferError, match=r'shape of "x" was \(8,\) and is \(4,\)'):
+        graph.replay()
+
+
+def test_buffers_are_closed_by_the_first_capture() -> None:
+    buffers = static(x=torch.ones(1))
+    graph_of(lambda: buffers["x"] + 1, buffers)
+    with pytest.raises(BufferError, match="after the first capture"):
+        buffers.add("y", torch.ones(1), writer="host")
+    with pytest.raises(BufferError, match='a buffer "x" already'):
+        static(x=torch.ones(1)).add("x", torch.ones(1), writer="host")
+
+
+def test_outputs_of_a_replay_do_not_change_the_outputs_copied_before() -> None:
+    """Naive on CUDA: the next replay overwrites the output. The rule is to copy it out first; a copy stays."""
+    x = torch.ones(2)
+    graph = graph_of(lambda: x * 2, static(x=x))
+    kept = graph.replay().clone()  # type: ignore[union-attr]
+    x.fill_(5)
+    graph.replay()
+    assert kept.tolist() == [2.0, 2.0]
+
+
+def test_an_output_that_is_an_input_is_the_input() -> None:
+    """Aliasing: in-place updates of a buffer that is also returned accumulate over replays, as on CUDA."""
+    x = torch.zeros(2)
+    graph = graph_of(lambda: x.add_(1), static(x=x))
+    assert x.tolist() == [1.0, 1.0]  # capturing ran it
+    out = graph.replay()
+    assert out is x
+    assert x.tolist() == [2.0, 2.0]
+
+
+def test_in_place_on_a_view_reaches_the_base() -> None:
+    x = torch.zeros(3, 2)
+
+    def fn() -> torch.Tensor:
+        x[1].add_(1)
+        x.view(-1)[4:].mul_(2).add_(1)
+        return x * 1
+
+    graph = graph_of(fn, static(x=x))
+    x.zero_()
+    assert graph.replay().tolist() == [[0, 0], [1, 1], [1, 1]]  # type: ignore[union-attr]
+    assert compare_replay(graph, fn, static(x=x)) is None
+
+
+def test_a_constant_that_is_written_is_made_anew_in_every_replay() -> None:
+    """A record folds `zeros` only if nothing writes to it; else the second replay would start from the first's sum."""
+    x = torch.ones(3)
+
+    def fn() -> torch.Tensor:
+        total = torch.zeros(3)
+        total.add_(x)
+        return total
+
+    graph = graph_of(fn, static(x=x))
+    assert graph.replay().tolist() == graph.replay().tolist() == [1.0] * 3  # type: ignore[union-attr]
+
+
+def test_control_flow_is_frozen_and_the_difference_is_named() -> None:
+    flag = [True]
+    x = torch.ones(3)
+
+    def fn() -> torch.Tensor:
+        return x.exp() if flag[0] else x.sin()
+
+    graph = graph_of(fn, static(x=x))
+    flag[0] = False
+    assert torch.equal(graph.replay(), x.exp())  # type: ignore[arg-type]
+    assert "control flow before aten.exp" in str(compare_replay(graph, fn, static(x=x)))
+
+
+def test_dtype_and_dict_order_follow_the_capture() -> None:
+    tables = {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
+    x = torch.ones(2)
+
+    def fn() -> torch.Tensor:
+        out = x
+        for table in tables.values():
+            out = out * 2 + table
+        return out.to(torch.float64)
+
+    graph = graph_of(fn, static(x=x))
+    first = graph.replay().clone()  # type: ignore[union-attr]
+    tables["a"], tables["b"] = tables["b"], tables["a"]
+    assert torch.equal(graph.replay(), first)  # type: ignore[arg-type]
+    assert compare_replay(graph, fn, static(x=x)) is not None
+    assert graph.contract.outputs[0].dtype == torch.float64
+
+
+def test_compare_replay_names_the_first_op_that_differs_and_restores_the_buffers() -> None:
+    x, wrong = torch.ones(3), torch.zeros(3)
+
+    def fn() -> torch.Tensor:
+        x.mul_(3)
+        y = x + wrong
+        return y * 2
+
+    buffers = static(x=x)
+    graph = graph_of(fn, buffers)
+    assert compare_replay(graph, fn, buffers) is None
+    wrong = torch.full((3,), 7.0)
+    x.fill_(1)
+    assert str(compare_replay(graph, fn, buffers)).startswith("aten.add.Tensor differs, at " + __file__)
+    assert x.tolist() == [1.0] * 3
+
+
+def test_an_item_cannot_be_recorded() -> None:
+    x = torch.ones(3)
+    with pytest.raises(CaptureError, match=r"test_graphs.py:\d+: aten._local_scalar_dense"):
+        graph_of(lambda: x * x[0].item(), static(x=x))
+
+
+def padded_sum(x: torch.Tensor, pages: torch.Tensor, leak: bool) -> Callable[[], torch.Tensor]:
+    """Rows 0 and 1 are real, row 2 is padding; with `leak` the padding row writes page 0."""
+
+    def fn() -> torch.Tensor:
+        pages.index_copy_(0, torch.tensor([1, 2, 0 if leak else 3]), x)
+        return x.sum(-1) + pages[:3].sum() * 0
+
+    return fn
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_poison_finds_a_padding_row_that_writes_a_real_page(leak: bool) -> None:
+    x, pages = torch.randn(3, 4), torch.zeros(4, 4)
+    buffers = static(x=x, pages=pages)
+    graph = graph_of(padded_sum(x, pages, leak), buffers)
+    found = poison(graph, buffers, {"x": 2, "pages": 3}, lambda out: [out[0][:2]])
+    assert bool(found) == leak
+    if leak:
+        assert 'NaN in padding changes buffer "pages"' in found
+        assert "NaN in padding changes output 0" in found
+
+
+def test_audit_names_a_second_writer_and_a_read_before_the_writer() -> None:
+    buffers = PersistentBuffers()
+    x = buffers.add("x", torch.zeros(3), writer="staging", every_step=True)
+    y = buffers.add("y", torch.zeros(3), writer="step")
+
+    def play(order: list[str]) -> list[str]:
+        def staging() -> None:
+            x.fill_(1)
+
+        def step() -> None:
+            y.copy_(x)
+
+        def intruder() -> None:
+            y.view(-1)[0] += 1
+
+        parts: dict[str, Any] = {"staging": staging, "step": step, "intruder": intruder}
+        with Audit(buffers) as audit:
+            for name in order:
+                with buffers.writing(name):
+                    parts[name]()
+        return [finding.split(": ", 1)[1] for finding in audit.findings]
+
+    assert play(["staging", "step"]) == []
+    assert play(["step", "staging"]) == ['"x" is read before staging has written it in this step']
+    assert play(["staging", "step", "intruder"]) == ['"y" is written by intruder, its writer is step']
+
+
+def test_canaries_find_a_write_past_the_end() -> None:
+    buffers = PersistentBuffers()
+    x = buffers.allocate("x", (4, 3), torch.int32, CPU, writer="host")
+    y = buffers.allocate("y", (5,), torch.float32, CPU, writer="host")
+    x.fill_(-1)
+    y.fill_(float("nan"))
+    buffers.check_canaries()
+    torch.as_strided(x, (13,), (1,), x.storage_offset())[12] = 7
+    with pytest.raises(BufferError, match='past the ends of "x"'):
+        buffers.check_canaries()
+
+
+def test_the_store_counts_replays_and_steps_off_graph_with_reasons() -> None:
+    x = torch.zeros(2)
+    prepared = []
+    store = GraphStore(static(x=x), record, lambda: prepared.append(x.zero_()))
+    store.capture("a", lambda: x + 1)
+    store.capture("b", lambda: x + 2)
+    assert len(prepared) == 4  # before and after each capture
+    x.fill_(1)
+    assert store["a"].replay().tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+    store.run_off_graph("eager_mode", lambda: x + 1)
+    assert store.num_replays == 1
+    assert store.never_replayed() == ["b"]
+    assert dict(store.off_graph) == {"eager_mode": 1}
+    assert [(line.key, line.num_replays, line.num_ops) for line in store.ledger()] == [("a", 1, 1), ("b", 0, 1)]
