@@ -31,6 +31,8 @@ class EngineConfig:
     dtype                    "auto" (the checkpoint's), "float32", "bfloat16" or "float16"
     device                   "auto", "cpu" or "cuda"
     attention_backend        "auto" or "reference"
+    capture                  "lazy" captures a graph when its key is first needed, "eager" captures all before serving,
+                             "auto" is lazy on the CPU and eager on CUDA
     enforce_eager            run decode steps without captured graphs: the oracle of every graph
     compile                  torch.compile the decode forward; None: off on the CPU, on with CUDA
     debug                    check every invariant of the scheduler, and who writes which buffer, in every step (slow)
@@ -55,6 +57,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    capture: Literal["auto", "lazy", "eager"] = "auto"
     enforce_eager: bool = False
     compile: bool | None = None
     debug: bool = False
@@ -81,6 +84,7 @@ class EngineConfig:
              f"max_model_len must be at least 2 (one prompt and one output token), got {self.max_model_len}"),
             (self.max_prefill_tokens >= 1, f"max_prefill_tokens must be positive, got {self.max_prefill_tokens}"),
             (self.watchdog_seconds >= 0, f"watchdog_seconds must be >= 0 (0 is off), got {self.watchdog_seconds}"),
+            (self.capture in ("auto", "lazy", "eager"), f'unknown capture "{self.capture}": use auto, lazy or eager'),
             (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
         )  # fmt: skip
         for holds, sentence in rules:

@@ -28,6 +28,7 @@ from graphspec.config import ResolvedConfig
 from graphspec.drafting import Drafter
 from graphspec.iteration import DecodeInputs, Forward, Iteration, PrefillInputs
 from graphspec.model import PagedModel
+from graphspec.sampling import SAMPLERS
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
 from graphspec.state import SlotState, admit, allocate_state
 from graphspec.stats import GraphStats
@@ -104,6 +105,17 @@ class Runner:
             self._fill_with_padding,
         )
 
+        if not user.enforce_eager and (user.capture == "eager" or (user.capture == "auto" and device.type == "cuda")):
+            self._stream.submit(lambda: self._capture_all(config.num_draft)).wait()
+
+    def _capture_all(self, num_draft: int) -> None:
+        """Every key there is, largest first, so that smaller graphs find their memory in the pool."""
+        for key in decode_keys(self.ladder, num_draft):
+            self._capture(key)
+
+    def _capture(self, key: GraphKey) -> None:
+        self.store.capture(key, lambda: self._step(key))
+
     def launch(self, plan: StepPlan) -> Launched:
         staged = self._ring.take()
         prefill = None if plan.prefill is None else staged.fill_prefill(plan.prefill)
@@ -143,7 +155,7 @@ class Runner:
             staged.prefill_output[: len(first)].copy_(first, non_blocking=True)
         if decode is not None and key is not None:
             if not self._enforce_eager and key not in self.store:
-                self.store.capture(key, lambda: self._step(key))
+                self._capture(key)
             with self.store.buffers.writing("staging"):
                 for static, new in zip(self._inputs, decode, strict=True):
                     static[: key.rows].copy_(new, non_blocking=True)
@@ -189,6 +201,12 @@ def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
     """The KV cache of `num_pages` pages and the scratch page behind them."""
     facts = model.facts
     return KVLayout(facts.num_layers, num_pages + 1, page_size, facts.num_kv_heads, facts.head_dim, facts.dtype)
+
+
+def decode_keys(ladder: BucketLadder, num_draft: int) -> list[GraphKey]:
+    """The keys that decode steps can have: the plan of an engine, largest batch first."""
+    k = num_draft
+    return [GraphKey("decode", rows, k, k, sampler) for rows in reversed(ladder.rungs) for sampler in SAMPLERS]
 
 
 def allocate_inputs(buffers: PersistentBuffers, rows: int, width: int, device: torch.device) -> DecodeInputs:

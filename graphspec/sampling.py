@@ -73,13 +73,17 @@ def sample(logits: torch.Tensor, positions: torch.Tensor, params: SamplingRows, 
 
 
 def _sample_bounded(scaled: torch.Tensor, keys: torch.Tensor, hot: torch.Tensor, params: SamplingRows) -> torch.Tensor:
-    """All rows draw from their MAX_BOUNDED_TOP_K most likely tokens, where noise is needed for these only."""
-    values, ids = scaled.topk(min(MAX_BOUNDED_TOP_K, scaled.shape[-1]), dim=-1)
-    scores = values + torch.where(hot, gumbel(keys, ids.to(torch.int32)), 0.0)
+    """Hot rows draw from their most likely tokens, where noise is needed for these only.
+
+    Twice as many candidates as the widest top-k: tokens that tie with the k-th survive too, as in the other kinds.
+    """
+    values, ids = scaled.topk(min(2 * MAX_BOUNDED_TOP_K, scaled.shape[-1]), dim=-1)
+    scores = values + gumbel(keys, ids.to(torch.int32))
     scores = scores.masked_fill(values < _threshold(values, params), float("-inf"))
     # Equal scores go to the smallest id, as argmax over the vocabulary would have it.
     best = scores == scores.amax(dim=-1, keepdim=True)
-    return torch.where(best, ids, scaled.shape[-1]).amin(dim=-1)
+    drawn = torch.where(best, ids, scaled.shape[-1]).amin(dim=-1)
+    return torch.where(hot.squeeze(-1), drawn, scaled.argmax(dim=-1))
 
 
 def _threshold(ordered: torch.Tensor, params: SamplingRows) -> torch.Tensor:
@@ -94,7 +98,8 @@ def _threshold(ordered: torch.Tensor, params: SamplingRows) -> torch.Tensor:
     kept = ordered.masked_fill(rank >= top_k, float("-inf"))
     probabilities = kept.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    keep = (before < params.top_p.view(-1, 1, 1)) & (rank < top_k)
+    top_p = params.top_p.view(-1, 1, 1)
+    keep = ((before < top_p) | (top_p >= 1.0)) & (rank < top_k)  # float32 sums may reach 1 before the last token
     keep &= ordered >= ordered[..., :1] + _log_min_p(params)
     last = keep.sum(dim=-1, keepdim=True).clamp(min=1) - 1
     return ordered.gather(-1, last)

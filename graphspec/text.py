@@ -12,15 +12,16 @@ class TextStream:
     """Incremental detokenisation that never emits half a character, nor text that may be the start of a stop string.
 
     Only a short tail is decoded again per call: from `_prefix`, far enough back to see how tokens join, the text up to
-    `_read` is known. Text that ends in a replacement character waits for the bytes that complete it. Works with any
-    tokenizer that has `decode` (the scheme of Hugging Face's text-generation-inference).
+    `_read` is known, and `_ahead` characters behind it. A replacement character at the end waits for the bytes that
+    complete it. Works with any tokenizer that has `decode` (after the scheme of Hugging Face's
+    text-generation-inference).
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), include_stop: bool = False) -> None:
         self._tokenizer = tokenizer
         self._stop, self._include_stop = tuple(stop), include_stop
         self._ids: list[int] = []
-        self._prefix = self._read = self._emitted = 0
+        self._prefix = self._read = self._ahead = self._emitted = 0
         self.text = ""
         self.stopped = False  # a stop string was found; `text` ends there
 
@@ -57,9 +58,11 @@ class TextStream:
         self._ids += token_ids
         before = self._decode(self._ids[self._prefix : self._read])
         now = self._decode(self._ids[self._prefix :])
-        if len(now) > len(before) and (final or not now.endswith(REPLACEMENT)):
-            self.text += now[len(before) :]
-            self._prefix, self._read = self._read, len(self._ids)
+        certain = now if final else now.rstrip(REPLACEMENT)
+        self.text += certain[len(before) + self._ahead :]
+        self._ahead = max(self._ahead, len(certain) - len(before))
+        if certain == now and len(now) > len(before):
+            self._prefix, self._read, self._ahead = self._read, len(self._ids), 0
 
     def _cut(self, before: int) -> bool:
         """End the text at the first stop string that reaches past its length `before`."""

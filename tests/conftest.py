@@ -43,6 +43,11 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+# Tiny models gain nothing from two threads, and OpenMP teams that wait for each other on a busy machine are 30 times
+# slower. The real-model tests set their own number.
+torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prompts-file", help="prompts for the real-model tests: text lines or MT-bench jsonl")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,14 +14,6 @@ from attention import AttentionSpec, AttnInputs, ReferenceBackend
 from attention.reference import BLOCK_TOKENS
 
 ATTEND = ReferenceBackend().attend
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()  # barriers of tiny parallel regions crawl when somebody else wants the cores
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

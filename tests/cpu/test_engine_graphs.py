@@ -84,6 +84,19 @@ def test_idle_graphs_are_reused_and_none_is_left_without_a_replay() -> None:
         assert engine._runner.store.never_replayed() == []
 
 
+def test_eager_capture_knows_every_key_before_serving() -> None:
+    """Bug classes A 3 and 13: every key that a lookup can make was captured, by the same function."""
+    config = EngineConfig(max_num_seqs=5, max_model_len=64, num_speculative_tokens=2, capture="eager")
+    with Engine(tiny_model(), config=config) as engine:
+        before = engine.stats().num_graphs
+        assert before == len(SAMPLERS) * len(BucketLadder.up_to(5).rungs)
+        eager = engine.generate(prompts(9), [PARAMS[i % 4] for i in range(9)], progress=False)
+        assert engine.stats().num_graphs == before
+        assert len(engine._runner.store.never_replayed()) < before
+    lazy, _ = run(9, PARAMS, max_num_seqs=5, max_model_len=64, num_speculative_tokens=2)
+    assert [c.token_ids for c in eager] == [c.token_ids for c in lazy]
+
+
 def test_every_union_of_needs_has_a_sampler_and_every_sampler_is_reached() -> None:
     kinds = {
         sampler_kind(needs) for needs in range(int(SamplerNeeds.NOISE | SamplerNeeds.TOP_K | SamplerNeeds.SORT) + 1)

@@ -51,7 +51,7 @@ def finds_nonzero() -> torch.Tensor:
 
 
 def finds_unique() -> torch.Tensor:
-    return torch.unique(X).sum()  # planted
+    return X + len(torch.unique(X))  # planted
 
 
 def makes_constant() -> torch.Tensor:

@@ -7,6 +7,7 @@ MT-bench jsonl); by default they are the repository's own.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(request: pytest.FixtureRequest) -> Oracle:
+    torch.set_num_threads(os.cpu_count() or 1)
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     file = request.config.getoption("--prompts-file") or BUILTIN_PROMPTS
     tokenizer = AutoTokenizer.from_pretrained(model_path(NAME))
     prompts = []

@@ -1,0 +1,240 @@
+"""Look at captured graphs.
+
+plan     which batch size uses which graph, and what padding costs, before anything is served
+guard    what would not survive capture in a function of yours (`--function module:name`) or in the engine's step
+inspect  what a graph of the engine consists of: ops by source line or kind, and the values it baked
+diff     replay against eager on a running batch, op by op: the first difference
+poison   replay with garbage in everything that padding rows own: what changes that must not
+
+python tools/graph_debug.py plan --max-num-seqs 16 --num-speculative-tokens 3
+python tools/graph_debug.py guard --function my_module:step
+python tools/graph_debug.py inspect --rows 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._pytree import tree_leaves
+
+from graphs import (
+    BucketLadder,
+    CapturedGraph,
+    CaptureGuard,
+    GraphKey,
+    PersistentBuffers,
+    RecordedProgram,
+    compare_replay,
+    poison,
+)
+from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.builtin_model import NAME
+from graphspec.runner import decode_keys
+from graphspec.sampling import SAMPLERS
+
+
+def plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Every batch size with its graph and its padding rows."""
+    ladder, k = BucketLadder.up_to(args.max_num_seqs), args.num_speculative_tokens
+    sizes = [
+        {"batch": n, "rows": ladder.pad(n), "positions": ladder.pad(n) * (1 + k), "padding": 1 - n / ladder.pad(n)}
+        for n in range(1, args.max_num_seqs + 1)
+    ]
+    return {"keys": [key._asdict() for key in decode_keys(ladder, k)], "samplers": list(SAMPLERS), "sizes": sizes}
+
+
+def show_plan(result: dict[str, Any]) -> None:
+    print(f"{len(result['keys'])} graphs: {', '.join(result['samplers'])} at each number of rows\n")
+    print(f"{'batch':>6} {'graph rows':>11} {'positions':>10} {'padding':>8}")
+    for size in result["sizes"]:
+        bar = "#" * round(20 * size["padding"])
+        print(f"{size['batch']:>6} {size['rows']:>11} {size['positions']:>10} {100 * size['padding']:>6.0f} % {bar}")
+
+
+def guard(args: argparse.Namespace) -> dict[str, Any]:
+    """Findings for a user's function, which takes no arguments, or for the engine's own step."""
+    if args.function:
+        module, _, name = args.function.partition(":")
+        sys.path.insert(0, "")
+        loaded = importlib.import_module(module)
+        buffers: PersistentBuffers = getattr(loaded, "BUFFERS", PersistentBuffers())
+        constants = [t for t in tree_leaves(list(vars(loaded).values())) if isinstance(t, torch.nn.Parameter)]
+        findings = CaptureGuard(buffers, constants).inspect(getattr(loaded, name))
+    else:
+        with running_engine(args) as engine:
+            runner = engine._runner
+            module_ = runner._model.module
+            watch = CaptureGuard(runner.store.buffers, [*module_.parameters(), *module_.buffers()])
+            key = key_of(args)
+            on_stream(engine, runner._fill_with_padding)
+            findings = on_stream(engine, lambda: watch.inspect(lambda: runner._step(key)))
+    return {"findings": [{**dataclasses.asdict(f), "remedy": f.remedy} for f in findings]}
+
+
+def show_guard(result: dict[str, Any]) -> None:
+    for f in result["findings"]:
+        print(f"{f['line']}\n    {f['kind']}: {f['what']}: {f['why']}\n    -> {f['remedy']}")
+    print(f"{len(result['findings'])} findings")
+
+
+def inspect(args: argparse.Namespace) -> dict[str, Any]:
+    """Ops of one recorded graph by kind and by source line, and how many values it baked."""
+    with running_engine(args) as engine:
+        graph = on_stream(engine, lambda: capture_key(engine, key_of(args)))
+        program = graph.program
+        assert isinstance(program, RecordedProgram)
+        return {
+            "key": key_of(args)._asdict(),
+            "num_ops": program.num_ops,
+            "capture_seconds": graph.capture_seconds,
+            "outside_tensors": len(program.outside),
+            "buffer_bytes": engine._runner.store.buffers.num_bytes,
+            "baked_values": len(graph.contract.baked),
+            "ops": Counter(str(node.op) for node in program.nodes).most_common(args.top),
+            "lines": Counter(node.line for node in program.nodes).most_common(args.top),
+        }
+
+
+def show_inspect(result: dict[str, Any]) -> None:
+    for name in ("key", "num_ops", "capture_seconds", "outside_tensors", "buffer_bytes", "baked_values"):
+        print(f"{name:<18}{result[name]}")
+    for title in ("ops", "lines"):
+        print(f"\n{title}")
+        for what, count in result[title]:
+            print(f"{count:>6}  {what}")
+
+
+def diff(args: argparse.Namespace) -> dict[str, Any]:
+    with running_engine(args) as engine:
+        runner, key = engine._runner, key_of(args)
+
+        def work() -> str | None:
+            graph = capture_key(engine, key)
+            stage_running_rows(engine, key)
+            found = compare_replay(graph, lambda: runner._step(key), runner.store.buffers)
+            return None if found is None else str(found)
+
+        return {"key": key._asdict(), "difference": on_stream(engine, work)}
+
+
+def show_diff(result: dict[str, Any]) -> None:
+    print(result["difference"] or "replay and eager agree in every bit")
+
+
+def poisoned(args: argparse.Namespace) -> dict[str, Any]:
+    with running_engine(args) as engine:
+        runner, key = engine._runner, key_of(args)
+        padding: dict[str, Any] = {f"kv.{i}": runner._decode.scratch_page for i in range(len(runner._model.kv_caches))}
+        names = (
+            "history",
+            "drafts",
+            "last_token",
+            "speculation",
+            *(f"sampling.{n}" for n in runner._state.sampling._fields),
+        )
+        padding |= {f"state.{name}": runner._state.scratch_slot for name in names}
+
+        def work() -> list[str]:
+            graph = capture_key(engine, key)
+            real = stage_running_rows(engine, key)
+            return poison(graph, runner.store.buffers, padding, lambda out: [out[0][:real]])
+
+        return {"key": key._asdict(), "violations": on_stream(engine, work)}
+
+
+def show_poisoned(result: dict[str, Any]) -> None:
+    print("\n".join(result["violations"]) or "garbage in padding changes no real row")
+
+
+def running_engine(args: argparse.Namespace) -> Engine:
+    """An engine with rows - 1 requests in the middle of their text, so that the graph has a padding row."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = EngineConfig(
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_num_seqs=args.rows,
+        depth=0,
+        max_model_len=256,
+        num_pages=16 * args.rows,
+        dtype="float32",
+        enforce_eager=True,
+    )
+    engine = Engine.from_pretrained(args.model, config)
+    temperature = 0.0 if args.sampler == "greedy" else 0.8
+    for i in range(max(1, args.rows - 1)):
+        params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=temperature, seed=i)
+        engine.add_request([10 + i, 20, 30, 40, 20, 30, 40], params)
+    for _ in range(6):
+        engine.step()
+    return engine
+
+
+def key_of(args: argparse.Namespace) -> GraphKey:
+    k = args.num_speculative_tokens
+    return GraphKey("decode", args.rows, k, k, args.sampler)
+
+
+def capture_key(engine: Engine, key: GraphKey) -> CapturedGraph:
+    runner = engine._runner
+    return runner.store.capture(key, lambda: runner._step(key))
+
+
+def stage_running_rows(engine: Engine, key: GraphKey) -> int:
+    """Put the running requests into the static inputs, as a launch would; returns how many."""
+    runner, table = engine._runner, engine._scheduler.table
+    slots = [slot for slot, request in enumerate(table.request) if request is not None][: key.rows]
+    runner._fill_with_padding()
+    runner._inputs.row_slots[: len(slots)] = torch.tensor(slots)
+    runner._inputs.block_tables[: len(slots)] = torch.from_numpy(table.page_table[slots])
+    return len(slots)
+
+
+def on_stream(engine: Engine, work: Callable[[], Any]) -> Any:
+    """Run `work` where all device work runs, and return what it returns."""
+    results: list[Any] = []
+    engine._runner._stream.submit(lambda: results.append(work())).wait()
+    return results[0]
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
+    "plan": (plan, show_plan),
+    "guard": (guard, show_guard),
+    "inspect": (inspect, show_inspect),
+    "diff": (diff, show_diff),
+    "poison": (poisoned, show_poisoned),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--model", default=NAME)
+    parser.add_argument("--num-speculative-tokens", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="plan: the largest batch")
+    parser.add_argument("--rows", type=int, default=2, help="rows of the graph to look at")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="greedy")
+    parser.add_argument("--function", help="guard: module:name of a function without arguments; the buffers it may use "
+                        "are a PersistentBuffers called BUFFERS in that module")  # fmt: skip
+    parser.add_argument("--top", type=int, default=20, help="inspect: lines per table")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    compute, show = COMMANDS[args.command]
+    result = compute(args)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+    return int(bool(result.get("findings") or result.get("difference") or result.get("violations")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
