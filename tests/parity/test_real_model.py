@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,8 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle(request: pytest.FixtureRequest) -> Oracle:
+def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
     torch.set_num_threads(os.cpu_count() or 1)
-    request.addfinalizer(lambda: torch.set_num_threads(1))
     file = request.config.getoption("--prompts-file") or BUILTIN_PROMPTS
     tokenizer = AutoTokenizer.from_pretrained(model_path(NAME))
     prompts = []
@@ -84,7 +84,8 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
         chat = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         prompts.append(tokenizer.encode(rendered, add_special_tokens=False))
-    return Oracle(load_module(NAME, torch.float32, torch.device("cpu")), prompts)
+    yield Oracle(load_module(NAME, torch.float32, torch.device("cpu")), prompts)
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("k", "depth", "batch", "drafter"), cells())
