@@ -169,6 +169,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._previous_end: torch.cuda.Event | None = None
+        torch.cuda.synchronize(device)  # what other streams have made so far is complete before the first work
 
     def submit(self, work: Callable[[], None]) -> CudaEvent:
         event = CudaEvent(self._previous_end)

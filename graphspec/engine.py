@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -52,15 +53,19 @@ class Engine:
             check_compiler(device)
         paged = PagedModel(model)
         drafter = create_drafter(config)
-        self.config = resolve(
-            config,
-            model_limit=paged.facts.max_positions,
-            page_bytes=kv_layout(paged, config.page_size, 1).page_bytes,
-            free_bytes=free_memory(device),
-        )
+        try:
+            self.config = resolve(
+                config,
+                model_limit=paged.facts.max_positions,
+                page_bytes=kv_layout(paged, config.page_size, 1).page_bytes,
+                free_bytes=free_memory(device),
+            )
+            self._runner = Runner(paged, self.config, drafter, device)
+        except BaseException:
+            paged.close()
+            raise
         self._facts, self._tokenizer = paged.facts, tokenizer
         self._synthetic = bool(drafter.forced_num_accepted)
-        self._runner = Runner(paged, self.config, drafter, device)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -180,9 +185,7 @@ class Engine:
             self._failure = failure
             raise
         waited = time.perf_counter() - started
-        self._times.waited.append(waited)
-        self._times.busy.append(launched.event.busy_seconds())
-        self._times.idle.append(launched.event.idle_before_seconds())
+        self._times.record_launch(launched.event.busy_seconds(), launched.event.idle_before_seconds())
         return waited
 
     def _deliver(self, emission: Emission) -> StepOutput:
@@ -323,6 +326,8 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, as `add_request` would read it. Raises ValueError without the tokenizer it needs."""
+        if isinstance(prompt, (np.ndarray, torch.Tensor)):
+            prompt = prompt.tolist()
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self._tokenizer is None:

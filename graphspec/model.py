@@ -145,8 +145,6 @@ class PagedModel:
         self.config = cast(Any, module).config
         check_config(self.config)
         text = self.config.get_text_config()
-        self._previous_attention = text._attn_implementation
-        module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.attention_modules = [m for m in module.modules() if _is_attention(m)]
         if any(hasattr(m, "paged_kv") for m in self.attention_modules):
             raise ValueError(
@@ -154,6 +152,8 @@ class PagedModel:
             )
         if any(hasattr(m, "sinks") for m in self.attention_modules):
             raise UnsupportedModelError("attention sinks are not supported yet")
+        self._previous_attention = text._attn_implementation
+        module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.kv_caches: list[torch.Tensor] = []
         heads = text.num_attention_heads
         self.facts = ModelFacts(

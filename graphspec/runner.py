@@ -73,9 +73,8 @@ class Runner:
         self.device = device
         self.ladder = BucketLadder.up_to(user.max_num_seqs)
         self._model = model
-        self._stream = create_stream(device)
-        layout = kv_layout(model, user.page_size, config.num_pages)
-        model.bind(allocate_kv_cache(layout, device), create_backend(user.attention_backend))
+        backend = create_backend(user.attention_backend)
+        model.bind(allocate_kv_cache(kv_layout(model, user.page_size, config.num_pages), device), backend)
         state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, device)
         compiled = user.compile if user.compile is not None else device.type == "cuda"
         forward: Forward = compile_static(model.forward) if compiled else model.forward
@@ -104,7 +103,7 @@ class Runner:
             CudaCapture(device) if device.type == "cuda" else keep_compiled if compiled else record,
             self._fill_with_padding,
         )
-
+        self._stream = create_stream(device)  # last: what was made so far is complete before its first work
         if not user.enforce_eager and (user.capture == "eager" or (user.capture == "auto" and device.type == "cuda")):
             self._stream.submit(lambda: self._capture_all(config.num_draft)).wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,14 +52,26 @@ class SpecStats:
         return [int(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.accepted_per_position]
 
 
+def _recent() -> deque[float]:
+    return deque(maxlen=10_000)  # a serving process runs for ever
+
+
 @dataclass
 class LoopTimes:
-    """Seconds per step of the engine loop, one entry per answered launch."""
+    """Seconds of the engine loop: of recent steps, one by one, and in total."""
 
-    host: list[float] = field(default_factory=list)  # host work of one Engine.step(): without the wait
-    waited: list[float] = field(default_factory=list)  # host blocked on the device
-    busy: list[float] = field(default_factory=list)  # device computing the launch
-    idle: list[float] = field(default_factory=list)  # device waiting for the host before the launch
+    host: deque[float] = field(default_factory=_recent)  # host work of one Engine.step(), the wait left out
+    busy: deque[float] = field(default_factory=_recent)  # device computing one launch
+    num_launches: int = 0
+    total_busy: float = 0.0
+    total_idle: float = 0.0  # device waiting for the host between launches
+
+    def record_launch(self, busy: float, idle_before: float) -> None:
+        self.busy.append(busy)
+        self.total_busy += busy
+        if self.num_launches:  # before the first launch nobody waited for anything
+            self.total_idle += idle_before
+        self.num_launches += 1
 
 
 @dataclass(frozen=True)
@@ -100,9 +113,9 @@ class GraphStats:
 def snapshot(
     spec: SpecStats, times: LoopTimes, graphs: GraphStats, num_running: int, num_waiting: int, free_pages: int
 ) -> EngineStats:
-    busy, idle = sum(times.busy), sum(times.idle[1:])
+    total = times.total_busy + times.total_idle
     return EngineStats(
-        num_steps=len(times.busy),
+        num_steps=times.num_launches,
         num_output_tokens=spec.num_output_tokens,
         num_drafts=spec.num_drafts,
         num_draft_tokens=spec.num_draft_tokens,
@@ -122,5 +135,5 @@ def snapshot(
         capture_seconds=graphs.capture_seconds,
         host_us_per_step=1e6 * statistics.median(times.host) if times.host else 0.0,
         device_ms_per_step=1e3 * statistics.median(times.busy) if times.busy else 0.0,
-        device_idle_share=idle / (busy + idle) if busy else 0.0,
+        device_idle_share=times.total_idle / total if total else 0.0,
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, tiny_model
@@ -76,11 +77,13 @@ def test_a_bad_prompt_is_one_sentence_and_nothing_is_lost(prompt: Any, params: d
     ],
 )
 def test_a_bad_configuration_is_one_sentence(wrong: dict[str, Any], sentence: str) -> None:
-    model = tiny_model()
+    model: Any = tiny_model()
     with pytest.raises(ValueError, match=sentence):
         Engine(model, config=EngineConfig(**wrong))
-    with Engine(model, config=EngineConfig(num_pages=64)):  # the model is as it was
+    assert model.config._attn_implementation == "sdpa"  # the model is as it was
+    with Engine(model, config=EngineConfig(num_pages=64)):
         pass
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,12 @@ def test_bad_sampling_parameters_name_themselves(wrong: dict[str, Any]) -> None:
 def test_no_memory_for_a_page_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="leave no room for a single KV page"):
         resolve(EngineConfig(), model_limit=64, page_bytes=1 << 20, free_bytes=1 << 20)
+
+
+def test_prompts_may_be_arrays(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    ways: list[Any] = [PROMPT, tuple(PROMPT), np.array(PROMPT), torch.tensor(PROMPT)]
+    assert len({tuple(engine.generate([way], params, progress=False)[0].token_ids) for way in ways}) == 1
 
 
 def test_generate_refuses_all_prompts_if_one_is_bad(engine: Engine) -> None:

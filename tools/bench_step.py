@@ -1,0 +1,108 @@
+"""Device and host time of one decode step, per rows, k, sampler and depth, variants interleaved in one process.
+
+    python tools/bench_step.py --rows 1 8 --num-draft 0 5 --samplers greedy plain bounded sorted
+
+Times are medians over steps that hold decode rows only. `vs first` compares with the first sampler at the same rows and
+k; since variants take turns, drift of the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+
+import transformers
+from bench_common import provenance
+
+from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.builtin_model import NAME
+from graphspec.sampling import SAMPLERS
+
+PARAMS = {
+    "greedy": {},
+    "plain": {"temperature": 0.8},
+    "bounded": {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    "sorted": {"temperature": 0.8, "top_p": 0.95},
+}
+
+
+def measure(engine: Engine, rows: int, sampler: str, context: int, steps: int) -> tuple[list[float], list[float]]:
+    """Device and host seconds of `steps` steps of `rows` requests that all decode."""
+    k = engine.config.num_draft
+    params = SamplingParams(max_tokens=(steps + 4) * (1 + k), ignore_eos=True, seed=1, **PARAMS[sampler])  # type: ignore[arg-type]
+    ids = [engine.add_request([100 + (7 * i + j) % 900 for j in range(context)], params) for i in range(rows)]
+    while engine._scheduler.waiting or (engine._scheduler.table.phase == 1).any():
+        engine.step()
+    engine.step()
+    device, host = engine._times.busy, engine._times.host
+    device.clear()
+    host.clear()
+    for _ in range(steps):
+        engine.step()
+    result = list(device), list(host)
+    for request_id in ids:
+        engine.abort(request_id)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.drain()
+    engine.reset_prefix_cache()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=NAME)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num-draft", type=int, nargs="+", default=[0, 5])
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=["greedy", "plain", "bounded", "sorted"])
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=12, help="steps per turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not args.json:
+        print(f"{'rows':>5} {'k':>3} {'sampler':>8} {'device ms':>10} {'vs first':>9} {'host us':>8}")
+    for k in args.num_draft:
+        config = EngineConfig(
+            num_speculative_tokens=k, depth=args.depth, max_num_seqs=max(args.rows), max_model_len=2048,
+            dtype=args.dtype, enforce_eager=args.enforce_eager,
+        )  # fmt: skip
+        with Engine.from_pretrained(args.model, config) as engine:
+            for rows in args.rows:
+                times: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+                for sampler in args.samplers:
+                    measure(engine, rows, sampler, args.context, 3)  # captures the graph
+                for _ in range(args.rounds):
+                    for sampler in args.samplers:
+                        device, host = measure(engine, rows, sampler, args.context, args.steps)
+                        times[sampler][0].extend(device)
+                        times[sampler][1].extend(host)
+                first = statistics.median(times[args.samplers[0]][0])
+                for sampler, (device, host) in times.items():
+                    median = statistics.median(device)
+                    row = {
+                        "device_ms": 1e3 * median,
+                        "device_ms_p90": 1e3 * statistics.quantiles(device, n=10)[8],
+                        "vs_first": median / first,
+                        "host_us": 1e6 * statistics.median(host),
+                    }
+                    setting = {"rows": rows, "num_draft": k, "sampler": sampler, **vars(args), "model": args.model}
+                    if args.json:
+                        print(
+                            json.dumps({"tool": "bench_step", **provenance("cpu"), "config": setting, **row}),
+                            flush=True,
+                        )
+                    else:
+                        print(f"{rows:>5} {k:>3} {sampler:>8} {row['device_ms']:>10.2f} {row['vs_first']:>9.3f} "
+                              f"{row['host_us']:>8.0f}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
