@@ -218,7 +218,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete `prompts`, in order, with one set of parameters or one per prompt. Shows a progress bar.
 
-        If one prompt is refused (ValueError, see `add_request`), none is started.
+        If one prompt is refused (ValueError, see `add_request`), none is started. If the call is interrupted, its
+        requests are aborted and the engine goes on.
         """
         every = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(every) != len(prompts):
@@ -228,21 +229,30 @@ class Engine:
             self._check_prompt(token_ids, own)
         ids = [self.add_request(token_ids, own) for token_ids, own in zip(encoded, every, strict=True)]
         requests = {i: self._requests[i] for i in ids}
+        try:
+            self._run_until_finished(requests, progress)
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+            self._undelivered = [o for o in self._undelivered if o.request_id not in requests]
+        return [self._completion(requests[i]) for i in ids]
+
+    def _run_until_finished(self, requests: Mapping[str, Request], progress: bool) -> None:
+        """Step until `requests` have ended; outputs of other requests are kept for the next `step`."""
         others: list[StepOutput] = []
-        tokens = 0
-        started = time.perf_counter()
-        with tqdm(total=len(ids), desc="requests", disable=not progress, unit="req") as bar:
-            while any(request.finish_reason is None for request in requests.values()):
+        unfinished, tokens, started = len(requests), 0, time.perf_counter()
+        with tqdm(total=unfinished, desc="requests", disable=not progress, unit="req") as bar:
+            while unfinished:
                 for output in self.step():
                     if output.request_id not in requests:
                         others.append(output)
                         continue
                     tokens += len(output.new_token_ids)
+                    unfinished -= output.finish_reason is not None
                     bar.update(output.finish_reason is not None)
                 rate = tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
         self._undelivered += others
-        return [self._completion(requests[i]) for i in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """Yield the outputs of one request as they come. Closing the iterator early aborts the request."""

@@ -270,6 +270,7 @@ class Scheduler:
         for i in np.flatnonzero(table.watched[slots]).tolist():
             kept[i], first_stop[i] = self._cut_at_stop_string(slots[i], tokens[i, : kept[i]].tolist(), first_stop[i])
         stopped, full = first_stop < kept, kept == room
+        failed &= ~stopped  # what is wrong behind a stop is no part of the output
         table.settled[slots] += kept
         if drafted:
             counted = table.speculates[slots]

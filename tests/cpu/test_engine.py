@@ -99,6 +99,26 @@ def test_no_memory_for_a_page_is_one_sentence() -> None:
         resolve(EngineConfig(), model_limit=64, page_bytes=1 << 20, free_bytes=1 << 20)
 
 
+def test_an_interrupted_generate_aborts_its_requests_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    other = engine.add_request(PROMPT[::-1], params)
+    deliver = engine._deliver
+
+    def interrupted(emission: Any) -> StepOutput:
+        if len(emission.request.output_ids) > 5:
+            raise KeyboardInterrupt
+        return deliver(emission)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_deliver", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT, PROMPT], params, progress=False)
+    assert list(engine._requests) == [other]
+    assert len(engine.generate([PROMPT], params, progress=False)[0].token_ids) == 30
+
+
 def test_prompts_may_be_arrays(engine: Engine) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     ways: list[Any] = [PROMPT, tuple(PROMPT), np.array(PROMPT), torch.tensor(PROMPT)]
