@@ -104,11 +104,11 @@ def test_an_interrupted_generate_aborts_its_requests_and_the_engine_goes_on(
 ) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     other = engine.add_request(PROMPT[::-1], params)
-    deliver = engine._deliver
+    deliver, interrupts = engine._deliver, [KeyboardInterrupt()]
 
     def interrupted(emission: Any) -> StepOutput:
-        if len(emission.request.output_ids) > 5:
-            raise KeyboardInterrupt
+        if len(emission.request.output_ids) > 5 and interrupts:
+            raise interrupts.pop()
         return deliver(emission)
 
     with monkeypatch.context() as patch:
