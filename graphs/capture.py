@@ -56,6 +56,7 @@ class CapturedGraph:
         self.program = program
         self.capture_seconds = seconds
         self.num_replays = 0
+        self.launch_seconds = 0.0  # host time of all replays: of the launch on CUDA, of the ops themselves on the CPU
         self._buffers = buffers
         outputs = output if isinstance(output, tuple) else (output,)
         self.contract = Contract(
@@ -66,9 +67,12 @@ class CapturedGraph:
 
     def replay(self) -> Output:
         """Run the graph on what is in the buffers now. Raises BufferError, naming it, if a buffer has moved."""
+        started = time.perf_counter()
         self._buffers.verify()
+        output = self.program.run()
         self.num_replays += 1
-        return self.program.run()
+        self.launch_seconds += time.perf_counter() - started
+        return output
 
 
 def capture(

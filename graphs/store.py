@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from graphs.buffers import PersistentBuffers
 from graphs.capture import CapturedGraph, Output, Program, capture
+
+TIMELINE = 10_000  # steps that are remembered one by one
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class LedgerLine:
     key: Hashable
     num_replays: int
     capture_seconds: float
+    launch_seconds: float  # of all replays
     pool_bytes: int
     num_ops: int | None  # known for recorded graphs
 
@@ -36,6 +39,7 @@ class GraphStore:
     ) -> None:
         self.buffers = buffers
         self.off_graph: Counter[str] = Counter()
+        self.timeline: deque[tuple[Hashable, str]] = deque(maxlen=TIMELINE)  # (key, reason it was off graph or "")
         self._backend, self._prepare = backend, prepare
         self._graphs: dict[Hashable, CapturedGraph] = {}
 
@@ -53,8 +57,14 @@ class GraphStore:
     def __getitem__(self, key: Hashable) -> CapturedGraph:
         return self._graphs[key]
 
-    def run_off_graph(self, reason: str, fn: Callable[[], Output]) -> Output:
-        """Run a step without a graph; counted, always with a reason."""
+    def replay(self, key: Hashable) -> Output:
+        """Run the step `key` on its graph."""
+        self.timeline.append((key, ""))
+        return self._graphs[key].replay()
+
+    def run_off_graph(self, key: Hashable, reason: str, fn: Callable[[], Output]) -> Output:
+        """Run the step `key` without a graph; counted, always with a reason."""
+        self.timeline.append((key, reason))
         self.off_graph[reason] += 1
         return fn()
 
@@ -68,6 +78,6 @@ class GraphStore:
 
     def ledger(self) -> list[LedgerLine]:
         return [
-            LedgerLine(key, g.num_replays, g.capture_seconds, g.program.pool_bytes, g.program.num_ops)
+            LedgerLine(key, g.num_replays, g.capture_seconds, g.launch_seconds, g.program.pool_bytes, g.program.num_ops)
             for key, g in self._graphs.items()
         ]

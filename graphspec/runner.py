@@ -160,9 +160,9 @@ class Runner:
                     static[: key.rows].copy_(new, non_blocking=True)
             out: Output
             if self._enforce_eager:
-                out = self.store.run_off_graph("eager_mode", lambda: self._step(key))
+                out = self.store.run_off_graph(key, "eager_mode", lambda: self._step(key))
             else:
-                out = self.store[key].replay()
+                out = self.store.replay(key)
             assert isinstance(out, torch.Tensor)
             staged.decode_output[: key.rows].copy_(out, non_blocking=True)
 

@@ -5,10 +5,12 @@ guard    what would not survive capture in a function of yours (`--function modu
 inspect  what a graph of the engine consists of: ops by source line or kind, and the values it baked
 diff     replay against eager on a running batch, op by op: the first difference
 poison   replay with garbage in everything that padding rows own: what changes that must not
+coverage serve the repository's prompts and show, step by step, which graph replayed or why none did
 
 python tools/graph_debug.py plan --max-num-seqs 16 --num-speculative-tokens 3
 python tools/graph_debug.py guard --function my_module:step
 python tools/graph_debug.py inspect --rows 4
+python tools/graph_debug.py coverage --max-num-seqs 8
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ from graphs import (
 )
 from graphspec import Engine, EngineConfig, SamplingParams
 from graphspec.builtin_model import NAME
+from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
 from graphspec.runner import decode_keys
 from graphspec.sampling import SAMPLERS
 
@@ -155,10 +159,48 @@ def show_poisoned(result: dict[str, Any]) -> None:
     print("\n".join(result["violations"]) or "garbage in padding changes no real row")
 
 
-def running_engine(args: argparse.Namespace) -> Engine:
-    """An engine with rows - 1 requests in the middle of their text, so that the graph has a padding row."""
+def coverage(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys and reasons of every decode step of a real load, and what each graph cost."""
+    quiet_transformers()
+    k = args.num_speculative_tokens
+    config = EngineConfig(num_speculative_tokens=k, max_num_seqs=args.max_num_seqs, enforce_eager=args.enforce_eager)
+    prompts = read_prompts(BUILTIN_PROMPTS)
+    with Engine.from_pretrained(args.model, config) as engine:
+        engine.generate(prompts, SamplingParams(max_tokens=args.max_tokens))
+        store = engine._runner.store
+        timeline = [{"key": key, "off_graph": reason} for key, reason in store.timeline]
+        graphs = [dataclasses.asdict(line) for line in store.ledger()]
+        never = store.never_replayed()
+    return {"steps": len(timeline), "timeline": timeline, "graphs": graphs, "never_replayed": never}
+
+
+def show_coverage(result: dict[str, Any]) -> None:
+    on = sum(not step["off_graph"] for step in result["timeline"])
+    print(f"{on} of {result['steps']} decode steps replayed a graph\n")
+    start = 0
+    for (key, reason), group in groupby(result["timeline"], lambda s: (s["key"], s["off_graph"])):
+        count = len(list(group))
+        what = f"off graph: {reason}" if reason else "replay"
+        which = f"{key.rows:>4} rows, k = {key.num_draft}, {key.sampler:<8}"
+        print(f"steps {start:>5}..{start + count - 1:<5} {which} {what}")
+        start += count
+    print(f"\n{'rows':>5} {'k':>3} {'sampler':>8} {'replays':>8} {'capture s':>10} {'ms/replay':>10} {'ops':>6}")
+    for g in result["graphs"]:
+        each, key = 1e3 * g["launch_seconds"] / max(1, g["num_replays"]), g["key"]
+        print(f"{key.rows:>5} {key.num_draft:>3} {key.sampler:>8} {g['num_replays']:>8} {g['capture_seconds']:>10.2f} "
+              f"{each:>10.2f} {g['num_ops'] or '':>6}")  # fmt: skip
+    if result["never_replayed"]:
+        print(f"captured and never replayed: {result['never_replayed']}")
+
+
+def quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def running_engine(args: argparse.Namespace) -> Engine:
+    """An engine with rows - 1 requests in the middle of their text, so that the graph has a padding row."""
+    quiet_transformers()
     config = EngineConfig(
         num_speculative_tokens=args.num_speculative_tokens,
         max_num_seqs=args.rows,
@@ -211,6 +253,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], Callab
     "inspect": (inspect, show_inspect),
     "diff": (diff, show_diff),
     "poison": (poisoned, show_poisoned),
+    "coverage": (coverage, show_coverage),
 }
 
 
@@ -219,7 +262,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--model", default=NAME)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
-    parser.add_argument("--max-num-seqs", type=int, default=16, help="plan: the largest batch")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="plan, coverage: the largest batch")
+    parser.add_argument("--max-tokens", type=int, default=32, help="coverage: tokens per answer")
+    parser.add_argument("--enforce-eager", action="store_true", help="coverage: without graphs, for comparison")
     parser.add_argument("--rows", type=int, default=2, help="rows of the graph to look at")
     parser.add_argument("--sampler", choices=SAMPLERS, default="greedy")
     parser.add_argument("--function", help="guard: module:name of a function without arguments; the buffers it may use "

@@ -244,8 +244,9 @@ def test_the_store_counts_replays_and_steps_off_graph_with_reasons() -> None:
     store.capture("b", lambda: x + 2)
     assert len(prepared) == 4  # before and after each capture
     x.fill_(1)
-    assert store["a"].replay().tolist() == [2.0, 2.0]  # type: ignore[union-attr]
-    store.run_off_graph("eager_mode", lambda: x + 1)
+    assert store.replay("a").tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+    store.run_off_graph("c", "eager_mode", lambda: x + 1)
+    assert list(store.timeline) == [("a", ""), ("c", "eager_mode")]
     assert store.num_replays == 1
     assert store.never_replayed() == ["b"]
     assert dict(store.off_graph) == {"eager_mode": 1}
