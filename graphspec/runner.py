@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +64,17 @@ class Launched:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What the stream needs for one launch."""
+
+    plan: StepPlan
+    staged: StagedStep
+    prefill: PrefillInputs | None
+    decode: DecodeInputs | None
+    key: GraphKey | None  # of the decode step; without one, of an earlier launch
+
+
 class Runner:
     """Launches plans. `launch` returns at once; stream order is admissions, prefill chunks, decode step, read-back."""
 
@@ -123,33 +133,25 @@ class Runner:
             rows, k = self.ladder.pad(len(plan.decode.slots)), plan.decode.num_draft
             self.last_key = GraphKey("decode", rows, k, k, plan.decode.sampler)
             decode = staged.fill_decode(plan.decode, rows)
-        key = self.last_key
-        staged.event = self._stream.submit(lambda: self._run(plan, staged, prefill, decode, key))
+        work = _Work(plan, staged, prefill, decode, self.last_key)
+        staged.event = self._stream.submit(lambda: self._run_audited(work))
         return Launched(plan, staged, staged.event)
 
-    def _run(
-        self,
-        plan: StepPlan,
-        staged: StagedStep,
-        prefill: PrefillInputs | None,
-        decode: DecodeInputs | None,
-        key: GraphKey | None,
-    ) -> None:
-        with self._audited():
-            self._run_parts(plan, staged, prefill, decode, key)
+    def _run_audited(self, work: _Work) -> None:
+        """In debug mode, who writes which buffer is watched, and a violation fails the launch."""
+        audit = Audit(self.store.buffers) if self._audit else nullcontext()
+        with self.store.buffers.writing("step"), audit:
+            self._run(work)
+        if isinstance(audit, Audit):
+            assert not audit.findings, audit.findings
 
-    def _run_parts(
-        self,
-        plan: StepPlan,
-        staged: StagedStep,
-        prefill: PrefillInputs | None,
-        decode: DecodeInputs | None,
-        key: GraphKey | None,
-    ) -> None:
+    def _run(self, work: _Work) -> None:
+        """Everything of one launch, on the stream."""
+        plan, staged, decode, key = work.plan, work.staged, work.decode, work.key
         for admission in plan.admissions:
             admit(self._state, admission)
-        if prefill is not None and plan.prefill is not None:
-            on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in prefill))
+        if work.prefill is not None and plan.prefill is not None:
+            on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in work.prefill))
             first = self._prefill.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
             staged.prefill_output[: len(first)].copy_(first, non_blocking=True)
         if decode is not None and key is not None:
@@ -170,13 +172,6 @@ class Runner:
         """The function that is captured, for one key."""
         inputs = DecodeInputs(*(t[: key.rows] for t in self._inputs))
         return self._decode.decode(inputs, key.num_draft, key.sampler)
-
-    @contextmanager
-    def _audited(self) -> Iterator[None]:
-        """In debug mode, who writes which buffer is watched, and a violation fails the launch."""
-        with self.store.buffers.writing("step"), Audit(self.store.buffers) if self._audit else nullcontext() as audit:
-            yield
-        assert audit is None or not audit.findings, audit.findings
 
     def _fill_with_padding(self) -> None:
         """Make every row a padding row. Capturing runs a step for real; on padding it changes nothing that matters,

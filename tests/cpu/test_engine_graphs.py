@@ -169,14 +169,14 @@ def test_graphs_write_nothing_but_their_buffers() -> None:
 def test_a_write_by_a_stranger_fails_the_launch_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(tiny_model(), config=EngineConfig(debug=True)) as engine:
         runner = engine._runner
-        finish = runner._run_parts
+        finish = runner._run
 
         def meddle(*args: Any) -> None:
             with runner.store.buffers.writing("stranger"):
                 runner._state.computed.add_(0)
             finish(*args)
 
-        monkeypatch.setattr(runner, "_run_parts", meddle)
+        monkeypatch.setattr(runner, "_run", meddle)
         with pytest.raises(RuntimeError, match=r"state.computed.*is written by stranger, its writer is step"):
             engine.generate([[5, 6, 7]], GREEDY, progress=False)
 
