@@ -10,7 +10,7 @@ coverage serve the repository's prompts and show, step by step, which graph repl
 python tools/graph_debug.py plan --max-num-seqs 16 --num-speculative-tokens 3
 python tools/graph_debug.py guard --function my_module:step
 python tools/graph_debug.py inspect --rows 4
-python tools/graph_debug.py coverage --max-num-seqs 8
+python tools/graph_debug.py coverage --max-num-seqs 8 --html report.html   (with plan and guard, for a browser)
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from graph_report import page
 from torch.utils._pytree import tree_leaves
 
 from graphs import (
@@ -271,9 +273,13 @@ def main(argv: list[str] | None = None) -> int:
                         "are a PersistentBuffers called BUFFERS in that module")  # fmt: skip
     parser.add_argument("--top", type=int, default=20, help="inspect: lines per table")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--html", type=Path, help="coverage: also write a page with plan, timeline, costs and findings")
     args = parser.parse_args(argv)
     compute, show = COMMANDS[args.command]
     result = compute(args)
+    if args.html and args.command == "coverage":
+        findings = guard(args)["findings"]
+        args.html.write_text(page(f"Graphs of {args.model}", plan(args), result, findings), encoding="utf-8")
     if args.json:
         print(json.dumps(result))
     else:

@@ -49,6 +49,29 @@ def test_the_engines_graphs_pass(
         assert "aten.mm.default" in text
 
 
+def test_the_page_shows_plan_timeline_costs_and_findings(
+    graph_debug: Any, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    args = [
+        "coverage",
+        "--model",
+        str(tiny_checkpoint),
+        "--max-num-seqs",
+        "4",
+        "--max-tokens",
+        "6",
+        "--html",
+        str(page),
+    ]
+    assert graph_debug.main(args) == 0
+    text = page.read_text()
+    assert "decode steps replayed a captured graph" in text
+    assert "the guard found nothing" in text
+    assert "4&#8239;&rarr;&#8239;4" in text
+    assert "http" not in text  # self-contained
+
+
 def test_guard_names_the_line_of_a_users_function(
     graph_debug: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
