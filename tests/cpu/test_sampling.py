@@ -156,6 +156,14 @@ def test_no_two_streams_are_shifted_copies_of_each_other() -> None:
         assert int((pairs.flatten().sort().values.diff() == 0).sum()) == 0
 
 
+def test_a_million_seeds_and_positions_share_no_key() -> None:
+    """A key that were worth 32 bits would collide about 128 times."""
+    seeds = torch.cat((torch.arange(512), torch.arange(512) << 32))[1:]  # seed 0 is in both halves
+    keys = position_keys(rows_of([PLAIN], seeds).seed, torch.arange(1024).expand(1023, 1024), 0).to(torch.int64)
+    whole = (keys[..., 0] << 32) + (keys[..., 1] & MASK32)
+    assert len(whole.unique()) == whole.numel()
+
+
 def mix(x: int, *, undo: bool = False) -> int:
     """MurmurHash3's finaliser on Python integers, and its inverse."""
     factors = (pow(0xC2B2AE35, -1, 2**32), pow(0x85EBCA6B, -1, 2**32)) if undo else (0x85EBCA6B, 0xC2B2AE35)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 from conftest import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,30 +120,50 @@ def test_special_tokens_are_skipped_even_inside_a_character(
     assert "".join(pieces_of(TextStream(tokenizer()), ids, sizes)) == text
 
 
-@EXACT
-@given(TOKENIZERS, st.text("abé", max_size=20), st.lists(st.text("abé", min_size=1, max_size=3), min_size=1), SIZES)
+@st.composite
+def texts_and_stops(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A text, and stop strings that are cut out of it or nearly occur in it; overlaps and common starts are likely."""
+    text = draw(st.lists(st.sampled_from(["a", "a", "b", "é", "日本", "the cat ", "😀"]), max_size=12).map("".join))
+    spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: text[span[0] : sum(span)])
+    near = st.text("abé", min_size=1, max_size=4)
+    return text, draw(st.lists(st.one_of(near, spans.filter(bool) if text else near), min_size=1, max_size=4))
+
+
+def stop_oracle(texts: list[str], stops: list[str], skip: int, include: bool) -> tuple[int, str] | None:
+    """The first token after `skip` that completes a stop string, and the text cut at it; `texts[n]` is that of the
+    first n tokens. Of several, the one that starts first counts, then the shorter."""
+    for n in range(skip + 1, len(texts)):
+        ends = [(at, at + len(s)) for s in stops for at in range(len(texts[n])) if texts[n].startswith(s, at)]
+        if ends := [(at, end) for at, end in ends if end > len(texts[n - 1])]:
+            return n, texts[n][: min(ends)[include]]
+    return None
+
+
+@settings(EXACT, max_examples=600)
+@given(TOKENIZERS, texts_and_stops(), SIZES, st.sampled_from([0, 0, 1, 3, 8]), st.booleans())
 def test_text_ends_at_the_first_stop_string_and_shows_none_of_it(
-    tokenizer: Any, text: str, stops: list[str], sizes: list[int]
+    tokenizer: Any, case: tuple[str, list[str]], sizes: list[int], skip: int, include: bool
 ) -> None:
-    """The first token with which a stop string is there is the last that counts; the text ends where the string
-    starts. Chunks do not matter."""
+    """As if all had been decoded at once, whatever the chunks; what is shown is never taken back, and only what may
+    be the start of a stop string is held back."""
+    text, stops = case
     ids = tokenizer().encode(text, add_special_tokens=False)
-    expected, count = text, len(ids)
-    for n in range(1, len(ids) + 1):
-        known = tokenizer().decode(ids[:n])
-        starts = [at for stop in stops if (at := known.find(stop)) >= 0]
-        if starts and not known.endswith(REPLACEMENT):
-            expected, count = known[: min(starts)], n
+    texts = [tokenizer().decode(ids[:n]).rstrip(REPLACEMENT) for n in range(len(ids) + 1)]
+    found = stop_oracle(texts, stops, skip, include)
+    count, expected = found or (len(ids), text)
+    stream, counted, shown = TextStream(tokenizer(), stops, include), 0, ""
+    for size in sizes * len(ids):
+        if stream.stopped or counted == len(ids):
             break
-    stream, counted, shown = TextStream(tokenizer(), stops), 0, ""
-    for at in range(0, len(ids), sizes[0]):
-        counted += stream.accept(ids[at : at + sizes[0]])
+        counted += stream.accept(ids[counted : counted + size], max(0, skip - counted))
         shown += stream.take(final=False)
         assert expected.startswith(shown)
-        if stream.stopped:
-            break
+        if not stream.stopped and not skip:
+            held = [n for s in stops for n in range(len(s)) if texts[counted].endswith(s[:n])]
+            assert shown == texts[counted][: len(texts[counted]) - max(held)]
     assert shown + stream.take(final=True) == stream.text == expected
-    assert (counted, stream.stopped) == (count, any(stop in text for stop in stops))
+    assert (counted, stream.stopped) == (count, found is not None)
+    assert stream.take(final=True) == ""
 
 
 class RawBytes:
@@ -159,3 +180,29 @@ def test_a_stop_string_before_a_truncated_character_ends_the_text() -> None:
     stream = TextStream(RawBytes(b"one", b".\xe2"), stop=["."])
     assert stream.push([0, 1], final=True) == "one"
     assert stream.stopped
+
+
+def test_held_back_text_is_shown_as_soon_as_the_stop_string_cannot_come() -> None:
+    """Across tokens and inside a character; the end shows what still waits."""
+    stream = TextStream(RawBytes(b"a", b"b\xc3", b"\xa9", b"!"), stop=["ab\u00e9!", "?"])
+    assert [stream.push([i], final=False) for i in (0, 1, 2, 0, 1, 2)] == ["", "", "", "ab\u00e9", "", ""]
+    assert stream.push([], final=True) == "ab\u00e9"
+    stream = TextStream(RawBytes(b"a", b"b\xc3", b"\xa9", b"!"), stop=["ab\u00e9!", "?"])
+    assert [stream.push([i], final=False) for i in (3, 0, 1, 2, 3)] == ["!", "", "", "", ""]
+    assert (stream.stopped, stream.push([], final=True)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("skip", "count", "text"), [(0, 2, ""), (1, 2, ""), (2, 4, "ab"), (3, 4, "ab"), (4, 4, "abab")]
+)
+def test_a_stop_string_counts_if_it_is_completed_after_the_skipped_tokens(skip: int, count: int, text: str) -> None:
+    """It may start among them."""
+    stream = TextStream(RawBytes(b"a", b"b"), stop=["ab"])
+    assert (stream.accept([0, 1, 0, 1], skip), stream.text, stream.stopped) == (count, text, skip < 4)
+
+
+def test_of_stop_strings_that_one_token_completes_the_first_start_counts_then_the_shorter() -> None:
+    """The order in which they are given does not matter."""
+    for stops in (["bc", "abcd", "ab"], ["abcd", "ab", "bc"]):
+        stream = TextStream(RawBytes(b"xabcd"), stops, include_stop=True)
+        assert (stream.push([0], final=False), stream.stopped) == ("xab", True)

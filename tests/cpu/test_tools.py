@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def test_the_engines_graphs_pass(
     text = capsys.readouterr().out
     if command == "coverage":
         assert result["steps"] > 10
-        assert f"{result['steps']} of {result['steps']} decode steps replayed a graph" in text
+        steps, of = re.search(r"(\d+) of (\d+) decode steps replayed a graph", text).groups()  # of a run of its own
+        assert int(of) > 10
+        assert steps == of
     if command == "inspect":
         assert result["num_ops"] > 100
         assert "aten.mm.default" in text
