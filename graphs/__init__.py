@@ -1,24 +1,24 @@
 """Capture and replay of static-shape device steps. Knows nothing of language models."""
 
 from graphs.buffers import BufferError, PersistentBuffers, TensorSpec
-from graphs.capture import BakedValue, CapturedGraph, CaptureError, Contract, capture
+from graphs.capture import Backend, BakedValue, CapturedGraph, CaptureError, Contract, Output, capture
 from graphs.checks import Audit, Difference, compare_replay, poison
-from graphs.compile import CompiledProgram, check_compiler, compile_static, keep_compiled
+from graphs.compile import RegionCompiler, check_compiler
 from graphs.guard import CaptureGuard, Finding
-from graphs.key import BucketLadder, GraphKey
+from graphs.key import BucketLadder, GraphKey, GraphPlan
 from graphs.recorded import RecordedProgram, record
-from graphs.store import GraphStore, LedgerLine
+from graphs.store import GraphStore, LedgerLine, create_backend
 from graphs.stream import CpuStream, CudaStream, Event, Stream, StreamError, create_stream
 
 __all__ = [
     "Audit",
+    "Backend",
     "BakedValue",
     "BucketLadder",
     "BufferError",
     "CaptureError",
     "CaptureGuard",
     "CapturedGraph",
-    "CompiledProgram",
     "Contract",
     "CpuStream",
     "CudaStream",
@@ -26,19 +26,21 @@ __all__ = [
     "Event",
     "Finding",
     "GraphKey",
+    "GraphPlan",
     "GraphStore",
     "LedgerLine",
+    "Output",
     "PersistentBuffers",
     "RecordedProgram",
+    "RegionCompiler",
     "Stream",
     "StreamError",
     "TensorSpec",
     "capture",
     "check_compiler",
     "compare_replay",
-    "compile_static",
+    "create_backend",
     "create_stream",
-    "keep_compiled",
     "poison",
     "record",
 ]

@@ -14,6 +14,10 @@ from graphs.buffers import PersistentBuffers, TensorSpec
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 
+def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
 class CaptureError(RuntimeError):
     """A function cannot be captured, or a captured graph does not fit what it is replayed on."""
 
@@ -39,6 +43,7 @@ class Contract:
 class Program(Protocol):
     """A captured function, as one backend keeps it."""
 
+    source: Callable[[], Output]  # what was captured: the oracle of every replay
     baked: tuple[BakedValue, ...]
     pool_bytes: int  # device memory that belongs to the graph alone
     num_ops: int | None  # where it can be known
@@ -57,36 +62,32 @@ class CapturedGraph:
         self.capture_seconds = seconds
         self.num_replays = 0
         self.launch_seconds = 0.0  # host time of all replays: of the launch on CUDA, of the ops themselves on the CPU
-        self._buffers = buffers
-        outputs = output if isinstance(output, tuple) else (output,)
+        self.buffers = buffers
         self.contract = Contract(
             key=key,
-            outputs=tuple(TensorSpec.of(f"output {i}", out) for i, out in enumerate(outputs)),
+            outputs=tuple(TensorSpec.of(f"output {i}", out) for i, out in enumerate(as_tuple(output))),
             baked=program.baked,
         )
 
     def replay(self) -> Output:
         """Run the graph on what is in the buffers now. Raises BufferError, naming it, if a buffer has moved."""
         started = time.perf_counter()
-        self._buffers.verify()
+        self.buffers.verify()
         output = self.program.run()
         self.num_replays += 1
         self.launch_seconds += time.perf_counter() - started
         return output
 
 
-def capture(
-    fn: Callable[[], Output],
-    buffers: PersistentBuffers,
-    *,
-    key: Hashable,
-    backend: Callable[[Callable[[], Output]], tuple[Program, Output]],
-) -> CapturedGraph:
+Backend = Callable[[Callable[[], Output]], tuple[Program, Output]]
+
+
+def capture(fn: Callable[[], Output], buffers: PersistentBuffers, *, key: Hashable, backend: Backend) -> CapturedGraph:
     """Capture `fn`, which takes its inputs from `buffers` and returns tensors.
 
     `fn` runs for real, once or more often, so the buffers must hold harmless inputs (padding). `backend` is
-    `graphs.recorded.record` on the CPU or a `graphs.cuda.CudaCapture`. Raises CaptureError, with the line and the
-    remedy, for what no graph can hold.
+    `create_backend(device)`: a record of aten ops on the CPU, a CUDA graph on CUDA, of compiled code if asked for.
+    Raises CaptureError, with the line and the remedy, for what no graph can hold.
     """
     buffers.freeze()
     started = time.perf_counter()

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphs.buffers import PersistentBuffers
-from graphs.capture import CapturedGraph, Output
-from graphs.recorded import RecordedProgram, caller_line, is_bookkeeping
+from graphs.capture import CapturedGraph, Output, as_tuple
+from graphs.recorded import RecordedProgram, caller_line, is_bookkeeping, storage_of
 
 POISONS = {"NaN": float("nan"), "-1": -1.0, "0x7f": None}  # None: every byte is 0x7f
 
@@ -29,58 +29,70 @@ class Difference:
         return f"{self.what} differs" + (f", at {self.line}" if self.line else "")
 
 
-def compare_replay(graph: CapturedGraph, fn: Callable[[], Output], buffers: PersistentBuffers) -> Difference | None:
-    """Replay `graph` and run `fn`, which it was captured from, on the same buffers; None if all bits agree.
+def compare_replay(
+    graph: CapturedGraph, fn: Callable[[], Output] | None = None, *, parts: Mapping[str, Any] | None = None
+) -> Difference | None:
+    """Replay `graph` and run what it was captured from (or `fn`) on the same buffers; None if all bits agree.
 
-    Recorded graphs are compared op by op, others by outputs and buffers. The buffers are left as they were.
+    Recorded graphs are compared op by op, others by outputs and buffers. The buffers are left as they were; `parts`
+    maps buffers to the index of all that a step can touch in them here, to save copying the rest.
+
+    Raises ValueError for a compiled record without `fn`: compiled code rounds differently from the ops it came from, so
+    bits say nothing. (A CUDA graph of compiled code is compared with the same code run without the graph.)
     """
-    before = _snapshot(buffers)
+    program = graph.program
+    recorded = program if isinstance(program, RecordedProgram) and not program.rewritten else None
+    if fn is None and isinstance(program, RecordedProgram) and recorded is None:
+        raise ValueError("a compiled record has no bit-equal oracle: capture without compile to compare op by op")
+    saved = _Saved(graph.buffers, parts or {})
     with torch.no_grad(), _Fingerprints() as replayed:
-        output = graph.program.run()
-    replay_out = [out.clone() for out in _as_tuple(output)]
-    replay_after = _snapshot(buffers)
-    _restore(buffers, before)
+        output = program.run()
+    replay_out = [_bits(out) for out in as_tuple(output)]
+    replay_after = saved.bits_then_restore()
     with torch.no_grad(), _Fingerprints() as eager:
-        output = fn()
-    eager_out = [out.clone() for out in _as_tuple(output)]
-    eager_after = _snapshot(buffers)
-    _restore(buffers, before)
+        output = (fn or program.source)()
+    eager_out = [_bits(out) for out in as_tuple(output)]
+    eager_after = saved.bits_then_restore()
 
-    if isinstance(graph.program, RecordedProgram):
-        nodes = [node for node in graph.program.nodes if not is_bookkeeping(node.op)]
-        for node, (op, _, bits) in zip(nodes, replayed.seen, strict=True):
-            if node.position >= len(eager.seen) or eager.seen[node.position][0] is not op:
-                return Difference(f"control flow before {op}", node.line)
-            if eager.seen[node.position][2] != bits:
-                return Difference(str(op), eager.seen[node.position][1])
+    if recorded is not None and (found := _first_op(recorded, replayed, eager)) is not None:
+        return found
     for i, (a, b) in enumerate(zip(replay_out, eager_out, strict=True)):
-        if _bits(a) != _bits(b):
+        if a != b:
             return Difference(f"output {i}", "")
-    return next(
-        (Difference(f'buffer "{n}"', "") for n in before if _bits(replay_after[n]) != _bits(eager_after[n])), None
-    )
+    return next((Difference(f'buffer "{n}"', "") for n in replay_after if replay_after[n] != eager_after[n]), None)
+
+
+def _first_op(program: RecordedProgram, replayed: _Fingerprints, eager: _Fingerprints) -> Difference | None:
+    nodes = [node for node in program.nodes if not is_bookkeeping(node.op)]
+    for node, (op, _, bits) in zip(nodes, replayed.seen, strict=True):
+        inside = f" in {node.module}" if node.module else ""
+        if node.position >= len(eager.seen) or eager.seen[node.position][0] is not op:
+            return Difference(f"control flow before {op}{inside}", node.line)
+        if eager.seen[node.position][2] != bits:
+            return Difference(f"{op}{inside}", eager.seen[node.position][1])
+    return None
 
 
 def poison(
     graph: CapturedGraph,
-    buffers: PersistentBuffers,
     padding: Mapping[str, Any],
     real: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]],
+    *,
+    parts: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Replay with garbage in everything that padding rows own, and require the rest to be equal bit for bit.
 
     `padding` names buffers and the index of what in them belongs to padding; `real` picks from the outputs what
-    belongs to real rows. Returns one sentence per violation. The buffers are left as they were.
+    belongs to real rows; `parts` as for `compare_replay`. Returns one sentence per violation. The buffers are left as
+    they were.
     """
-    before = _snapshot(buffers)
+    buffers, saved = graph.buffers, _Saved(graph.buffers, parts or {})
 
     def replay() -> tuple[list[int], dict[str, int]]:
-        outputs = [_bits(out) for out in real(_as_tuple(graph.replay()))]
-        after = _snapshot(buffers)
+        outputs = [_bits(out) for out in real(as_tuple(graph.program.run()))]
         for name, index in padding.items():
-            after[name][index] = 0
-        _restore(buffers, before)
-        return outputs, {name: _bits(tensor) for name, tensor in after.items()}
+            buffers[name][index] = 0
+        return outputs, saved.bits_then_restore()
 
     clean_out, clean_after = replay()
     found = []
@@ -108,7 +120,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.findings: list[str] = []
         self._buffers = buffers
-        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in buffers.items()}
+        self._names = {storage_of(tensor): name for name, tensor in buffers.items()}
         self._written: set[str] = set()
 
     def __torch_dispatch__(
@@ -125,7 +137,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _touch(self, tensor: torch.Tensor, writes: bool) -> None:
-        name, part = self._names.get(tensor.untyped_storage()._cdata), self._buffers.part
+        name, part = self._names.get(storage_of(tensor)), self._buffers.part
         if name is None:
             return
         writer = self._buffers.writer(name)
@@ -174,14 +186,15 @@ def _fill(tensor: torch.Tensor, index: Any, value: float | None) -> None:
         tensor[index] = value
 
 
-def _snapshot(buffers: PersistentBuffers) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in buffers.items()}
+class _Saved:
+    """Copies of the buffers, or of the parts that matter, to compare with and to go back to."""
 
+    def __init__(self, buffers: PersistentBuffers, parts: Mapping[str, Any]) -> None:
+        self._buffers, self._index = buffers, {name: parts.get(name, ...) for name in buffers}
+        self._copies = {name: buffers[name][index].clone() for name, index in self._index.items()}
 
-def _restore(buffers: PersistentBuffers, saved: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in buffers.items():
-        tensor.copy_(saved[name])
-
-
-def _as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
+    def bits_then_restore(self) -> dict[str, int]:
+        bits = {name: _bits(self._buffers[name][index]) for name, index in self._index.items()}
+        for name, index in self._index.items():
+            self._buffers[name][index] = self._copies[name]
+        return bits

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from graphs.capture import BakedValue, CaptureError, Output
+from graphs.recorded import Rewrite, record
 
 WARM_UPS = 2  # library handles, autotuning and lazy initialisation must be over before a capture begins
 
@@ -17,15 +18,26 @@ WARM_UPS = 2  # library handles, autotuning and lazy initialisation must be over
 class CudaProgram:
     """One captured CUDA graph and its static outputs."""
 
-    baked: tuple[BakedValue, ...] = ()  # what CUDA bakes cannot be listed: record the function on the CPU for that
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: Output, pool_bytes: int) -> None:
-        self._graph, self._output, self.pool_bytes = graph, output, pool_bytes
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        source: Callable[[], Output],
+        output: Output,
+        pool_bytes: int,
+        baked: tuple[BakedValue, ...],
+    ) -> None:
+        self.source, self.pool_bytes, self.baked = source, pool_bytes, baked
         self.num_ops: int | None = None
+        self._graph, self._output = graph, output
 
     def run(self) -> Output:
         self._graph.replay()
         return self._output
+
+    def dump_dot(self, path: str) -> None:
+        """Write the nodes of the graph as Graphviz DOT, kernels with their parameters, by CUDA's own
+        cudaGraphDebugDotPrint. Only for graphs captured with `debug=True`."""
+        self._graph.debug_dump(path)
 
 
 class CudaCapture:
@@ -33,14 +45,21 @@ class CudaCapture:
 
     Graphs that share a pool may not be alive at once: the outputs of one are overwritten by the next, so they are
     copied out before another replay, which stream order alone guarantees if the copies are enqueued first.
+
+    With `rewrite` (a `graphs.RegionCompiler`), what is captured is a record of the function, rewritten: then its ops
+    must all go through the dispatcher, and the values it baked are listed. `debug` keeps what `dump_dot` needs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, rewrite: Rewrite | None = None, *, debug: bool = False) -> None:
+        self._device, self._rewrite, self._debug = device, rewrite, debug
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
     def __call__(self, fn: Callable[[], Output]) -> tuple[CudaProgram, Output]:
+        baked: tuple[BakedValue, ...] = ()  # what CUDA alone bakes cannot be listed
+        if self._rewrite is not None:
+            program, _ = record(fn, self._rewrite)
+            fn, baked = program.run, program.baked
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.no_grad(), torch.cuda.stream(self._side):
@@ -50,12 +69,15 @@ class CudaCapture:
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
+        if self._debug:
+            graph.enable_debug_mode()
         try:
             with torch.no_grad(), torch.cuda.graph(graph, pool=self._pool, stream=self._side):
                 output = fn()
         except RuntimeError as caught:
             raise CaptureError(_translate(caught)) from caught
-        return CudaProgram(graph, output, torch.cuda.memory_reserved(self._device) - before), output
+        pool_bytes = torch.cuda.memory_reserved(self._device) - before
+        return CudaProgram(graph, fn, output, pool_bytes, baked), output
 
 
 def _translate(error: RuntimeError) -> str:

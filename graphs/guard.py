@@ -1,7 +1,8 @@
 """CaptureGuard: watch a function run and list everything that a captured graph would not survive or would go stale on.
 
 The function runs eagerly, twice, so it is told apart what is the same in every run (and may be baked) from what is not.
-Works on any device; on the CPU it finds what would break on CUDA.
+Works on any device; on the CPU it finds what would break on CUDA. Under a `FakeTensorMode` it works on "cuda" tensors
+without a GPU and without computing anything; there a host read has no value to give, so a run ends at the first one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from graphs.buffers import PersistentBuffers
 from graphs.capture import Output
-from graphs.recorded import Recorder, caller_line, depends_on_data
+from graphs.recorded import Recorder, caller_line, depends_on_data, storage_of
 
 HOST_READS = {
     "item": "the host reads a value",
@@ -68,14 +70,19 @@ class CaptureGuard:
     whose address and meaning are fixed."""
 
     def __init__(self, buffers: PersistentBuffers, constants: Iterable[torch.Tensor] = ()) -> None:
-        self._known = {t.untyped_storage()._cdata for t in (*buffers.values(), *constants)}
+        self._known = {storage_of(t) for t in (*buffers.values(), *constants)}
 
     def inspect(self, fn: Callable[[], Output]) -> list[Finding]:
         """Everything that was found, in order of appearance. `fn` is run twice."""
         first, second = _Watcher(self._known), _Watcher(self._known)
         for watcher in (first, second):
-            with torch.no_grad(), watcher.host, watcher:
-                watcher.output = fn()
+            try:
+                with torch.no_grad(), watcher.host, watcher:
+                    watcher.output = fn()
+            except Exception:
+                if not watcher.asked_fake_data():
+                    raise
+                return list(dict.fromkeys((*first.findings, *second.findings)))
         findings = [*first.findings, *_changes(first, second), *first.kept_alive(), *second.foreign()]
         return list(dict.fromkeys(findings))
 
@@ -108,6 +115,7 @@ class _Watcher(Recorder):  # type: ignore[no-untyped-call]
         self.host = _HostReads(self)
         self.output: Output = ()
         self._known = known
+        self._fake = False
         self._first_use: dict[int, tuple[str, str]] = {}
 
     def refuse(self, func: OpOverload, args: tuple[Any, ...], line: str) -> None:
@@ -125,7 +133,12 @@ class _Watcher(Recorder):  # type: ignore[no-untyped-call]
             )
         for leaf in tree_leaves(args):
             if isinstance(leaf, torch.Tensor):
+                self._fake |= isinstance(leaf, FakeTensor)
                 self._first_use.setdefault(id(leaf), (name, line))
+
+    def asked_fake_data(self) -> bool:
+        """Whether the last thing that happened was to ask fake tensors for what they do not have."""
+        return self._fake and bool(self.findings) and self.findings[-1].kind in ("host read", "dynamic shape")
 
     def execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside_op = True
@@ -137,9 +150,9 @@ class _Watcher(Recorder):  # type: ignore[no-untyped-call]
     def foreign(self) -> Iterator[Finding]:
         """Outside tensors that are neither buffers nor constants. Values that the host made for one call are reported
         where they are made."""
-        lifted = {ref.index for n in self.nodes if n.op._schema.name.startswith("aten::lift") for ref in n.inputs()}
+        lifted = {ref.index for n in self.nodes if n.name.startswith("lift") for ref in n.inputs()}
         for index, tensor in enumerate(self.outside):
-            if tensor.untyped_storage()._cdata not in self._known and index not in lifted:
+            if storage_of(tensor) not in self._known and index not in lifted:
                 op, line = self._first_use[id(tensor)]
                 shape = "x".join(map(str, tensor.shape)) or "scalar"
                 why = f"a tensor ({shape}, {tensor.dtype}) from outside is used that nobody registered"
@@ -147,16 +160,15 @@ class _Watcher(Recorder):  # type: ignore[no-untyped-call]
 
     def kept_alive(self) -> Iterator[Finding]:
         """Tensors made in the call, other than its output, that somebody still holds."""
-        returned = {t.untyped_storage()._cdata for t in tree_leaves(self.output) if isinstance(t, torch.Tensor)}
-        made = [(weakref.ref(t), t.untyped_storage()._cdata) for t in self._made]
+        returned = {storage_of(t) for t in tree_leaves(self.output) if isinstance(t, torch.Tensor)}
+        made = [(weakref.ref(t), storage_of(t)) for t in self._made]
         lines = {ref.index: n for n in self.nodes for ref in n.outputs if not ref.outside}
         self._made.clear()
         gc.collect()
         for index, (alive, storage) in enumerate(made):
             if alive() is not None and storage not in returned:
                 node = lines[index]
-                name = node.op._schema.name.removeprefix("aten::")
-                yield Finding("kept alive", name, node.line, "a reference to its result outlives the call")
+                yield Finding("kept alive", node.name, node.line, "a reference to its result outlives the call")
 
 
 def _changes(first: _Watcher, second: _Watcher) -> Iterator[Finding]:
@@ -165,9 +177,8 @@ def _changes(first: _Watcher, second: _Watcher) -> Iterator[Finding]:
         if a is None or b is None or a.op is not b.op:
             node = a or b
             why = "two calls did not run the same ops"
-            yield Finding("control flow", node.op._schema.name.removeprefix("aten::"), node.line, why)
+            yield Finding("control flow", node.name, node.line, why)
             return
         for x, y in zip(tree_leaves((a.args, a.kwargs)), tree_leaves((b.args, b.kwargs)), strict=False):
             if isinstance(x, (bool, int, float)) and x != y:
-                name = a.op._schema.name.removeprefix("aten::")
-                yield Finding("Python value", name, a.line, f"it was {x} in one call and {y} in the next")
+                yield Finding("Python value", a.name, a.line, f"it was {x} in one call and {y} in the next")

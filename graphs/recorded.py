@@ -7,21 +7,25 @@ about as much as running the function once.
 Two simplifications keep the record short, and neither can be seen from outside: views of outside tensors are taken
 once (an address does not change), and so are constants made of Python values alone (`arange`, `full`), unless the
 record writes to them.
+
+Only ops of the dispatcher are seen. A kernel that is launched around it (raw Triton, a C extension) is not in the
+record: wrap it with `torch.library.custom_op`. `compare_replay` finds one that was missed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.module_tracker import ModuleTracker
 
-from graphs.capture import BakedValue, CaptureError, Output
+from graphs.capture import BakedValue, CaptureError, Output, as_tuple
 
 # Folded constants larger than this are made anew in every replay.
 MAX_FOLDED_BYTES = 1 << 20
@@ -45,23 +49,34 @@ class Ref:
 class Node:
     """One op of a record. `args` and `kwargs` hold Refs in the place of tensors; `outputs` the Refs it made."""
 
-    op: OpOverload
+    op: Callable[..., Any]  # an OpOverload, or what a rewrite put in the place of several
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Ref, ...]
     single: bool  # the op returns one tensor, not a sequence
     line: str
+    module: str  # the innermost torch module that ran it, by qualified name; "" outside of any
     position: int  # among everything the function ran, folded ops included, `is_bookkeeping` ones not
+
+    @property
+    def name(self) -> str:
+        return self.op._schema.name.removeprefix("aten::") if isinstance(self.op, OpOverload) else "compiled region"
 
     def inputs(self) -> Iterator[Ref]:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
 
 
+# What puts other nodes in the place of a record's, once, before the first replay: takes the nodes, the Refs that are
+# returned, and the tensor behind a Ref (of the recording run; only its shape, layout and storage may be relied upon).
+Rewrite = Callable[[Sequence[Node], Sequence[Ref], Callable[[Ref], torch.Tensor]], list[Node]]
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches a function run and writes down its ops."""
+    """Watches a function run and writes down its ops. Enter `modules` around it to learn which module runs them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.modules = ModuleTracker()
         self.nodes: list[Node] = []
         self.outside: list[torch.Tensor] = []
         self._made: list[torch.Tensor] = []  # kept alive while recording, so that identities stay unique
@@ -91,10 +106,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
-                self.written.update(_storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+                self.written.update(storage_of(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor))
         outputs = tuple(self._output(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         single = isinstance(out, torch.Tensor)
-        self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line, self._position))
+        module = max(self.modules.parents - {"Global"}, key=len, default="")
+        self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line, module, self._position))
         self._position += not is_bookkeeping(func)
         return out
 
@@ -119,28 +135,35 @@ class RecordedProgram:
 
     pool_bytes = 0
 
-    def __init__(self, recorder: Recorder, output: Output) -> None:
+    def __init__(
+        self, source: Callable[[], Output], recorder: Recorder, output: Output, rewrite: Rewrite | None
+    ) -> None:
+        self.source = source
+        self.rewritten = rewrite is not None
         self.outside = list(recorder.outside)
         folded, done = _fold(recorder, self.outside)
         self.nodes = [_substitute(node, folded) for i, node in enumerate(recorder.nodes) if i not in done]
-        results = [folded.get(r, r) for r in (recorder.ref(t) for t in _as_tuple(output))]
-        self.num_ops: int | None = len(self.nodes)
+        results = [folded.get(r, r) for r in (recorder.ref(t) for t in as_tuple(output))]
         self.baked = tuple(_baked_values(recorder.nodes))
-        self._run = _compile(self.nodes, self.outside, results, single=isinstance(output, torch.Tensor))
+        steps = self.nodes
+        if rewrite is not None:
+            steps = rewrite(steps, results, lambda r: self.outside[r.index] if r.outside else recorder.tensor(r))
+        self.num_ops: int | None = len(steps)
+        self._run = _compile(steps, self.outside, results, single=isinstance(output, torch.Tensor))
 
     def run(self) -> Output:
         return self._run()
 
 
-def record(fn: Callable[[], Output]) -> tuple[RecordedProgram, Output]:
+def record(fn: Callable[[], Output], rewrite: Rewrite | None = None) -> tuple[RecordedProgram, Output]:
     """Run `fn` once and keep what it did. Raises CaptureError at the first op that no graph can hold."""
     recorder = Recorder()
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), recorder.modules, recorder:
         output = fn()
-    return RecordedProgram(recorder, output), output
+    return RecordedProgram(fn, recorder, output, rewrite), output
 
 
-def is_bookkeeping(func: OpOverload) -> bool:
+def is_bookkeeping(func: Callable[..., Any]) -> bool:
     """Ops that torch puts in or leaves out by itself: results that are still referenced come back detached."""
     return func is torch.ops.aten.detach.default
 
@@ -166,8 +189,8 @@ def caller_line() -> str:
 
 
 def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Ref], set[int]]:
-    """Values that are the same in every replay, moved to `outside`: old Ref -> new Ref, and the indices of the
-    nodes that made them. (A later op that writes to such a value in place also returns it, and stays.)"""
+    """Values that are the same in every replay and that nothing writes to, moved to `outside`: old Ref -> new Ref, and
+    the indices of the nodes that made them."""
     folded: dict[Ref, Ref] = {}
     done: set[int] = set()
     for i, node in enumerate(recorder.nodes):
@@ -176,14 +199,14 @@ def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Re
         tensor = recorder.tensor(node.outputs[0])
         inputs = list(node.inputs())
         fixed = all(ref.outside or ref in folded for ref in inputs)
+        assert isinstance(node.op, OpOverload)
         is_view = bool(inputs) and fixed and node.op.is_view
         is_constant = (
             not inputs
             and node.op._schema.name in FACTORIES
             and tensor.numel() * tensor.element_size() <= MAX_FOLDED_BYTES
-            and _storage(tensor) not in recorder.written
         )
-        if is_view or is_constant:
+        if (is_view or is_constant) and storage_of(tensor) not in recorder.written:
             folded[node.outputs[0]] = Ref(len(outside), outside=True)
             outside.append(tensor)
             done.add(i)
@@ -192,7 +215,7 @@ def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Re
 
 def _substitute(node: Node, folded: dict[Ref, Ref]) -> Node:
     args, kwargs = tree_map(lambda x: folded.get(x, x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
-    return Node(node.op, args, kwargs, node.outputs, node.single, node.line, node.position)
+    return replace(node, args=args, kwargs=kwargs)
 
 
 def _baked_values(nodes: Sequence[Node]) -> Iterator[BakedValue]:
@@ -214,7 +237,7 @@ def _compile(
     for ref, i in last_use.items():
         dying.setdefault(i, []).append(ref.name)
     lines = []
-    ops: dict[OpOverload, str] = {}
+    ops: dict[Callable[..., Any], str] = {}
     for i, node in enumerate(nodes):
         op = ops.setdefault(node.op, f"op{len(ops)}")
         call = ", ".join(
@@ -248,9 +271,5 @@ def _source(value: Any, names: dict[str, Any]) -> str:
     return name
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)

@@ -1,15 +1,25 @@
-"""All captured graphs of a process part: lookup by key, and what became of every step."""
+"""All captured graphs of one owner: lookup by key, and what became of every step."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from graphs.buffers import PersistentBuffers
-from graphs.capture import CapturedGraph, Output, Program, capture
+from graphs.capture import Backend, CapturedGraph, Output, capture
+from graphs.cuda import CudaCapture
+from graphs.recorded import Rewrite, record
 
 TIMELINE = 10_000  # steps that are remembered one by one
+
+
+def create_backend(device: torch.device, rewrite: Rewrite | None = None) -> Backend:
+    """What `capture` needs on `device`: CUDA graphs on CUDA, records elsewhere; of rewritten records with `rewrite`."""
+    return CudaCapture(device, rewrite) if device.type == "cuda" else partial(record, rewrite=rewrite)
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class LedgerLine:
     num_ops: int | None  # known for recorded graphs
 
 
-class GraphStore:
+class GraphStore(Collection[Hashable]):
     """Captured graphs by key, and the coverage of steps: which key, or why none.
 
     `backend` is what `capture` takes. `prepare` puts harmless inputs into the buffers; it runs before every capture,
@@ -34,7 +44,7 @@ class GraphStore:
     def __init__(
         self,
         buffers: PersistentBuffers,
-        backend: Callable[[Callable[[], Output]], tuple[Program, Output]],
+        backend: Backend,
         prepare: Callable[[], None],
     ) -> None:
         self.buffers = buffers
@@ -43,8 +53,14 @@ class GraphStore:
         self._backend, self._prepare = backend, prepare
         self._graphs: dict[Hashable, CapturedGraph] = {}
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._graphs
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def capture(self, key: Hashable, fn: Callable[[], Output]) -> CapturedGraph:
         """Capture `fn` under `key`, which must be new."""

@@ -33,8 +33,12 @@ class EngineConfig:
     attention_backend        "auto" or "reference"
     capture                  "lazy" captures a graph when its key is first needed, "eager" captures all before serving,
                              "auto" is lazy on the CPU and eager on CUDA
-    enforce_eager            run decode steps without captured graphs: the oracle of every graph
-    compile                  torch.compile the decode forward; None: off on the CPU, on with CUDA
+    graph_rows               row counts that have a graph, ascending, max_num_seqs the last; a batch is padded up to
+                             one. None: 1, 2, 3, 4, 6, 8, 12, 16, 24 ..., so that at most half of a launch is padding
+    self_test                check every graph at start-up, replay against eager and garbage in the padding; implies
+                             capture "eager"
+    enforce_eager            run decode steps without captured graphs or compilation: the oracle of every graph
+    compile                  hand what a graph captures to Inductor first; None: off on the CPU, on with CUDA
     debug                    check every invariant of the scheduler, and who writes which buffer, in every step (slow)
     watchdog_seconds         report a launch that does not come back for so long; 0 is off
     seed                     seeds the seeds of requests that bring none; None: from the operating system
@@ -58,6 +62,8 @@ class EngineConfig:
     device: str = "auto"
     attention_backend: str = "auto"
     capture: Literal["auto", "lazy", "eager"] = "auto"
+    graph_rows: tuple[int, ...] | None = None
+    self_test: bool = False
     enforce_eager: bool = False
     compile: bool | None = None
     debug: bool = False
@@ -85,6 +91,8 @@ class EngineConfig:
             (self.max_prefill_tokens >= 1, f"max_prefill_tokens must be positive, got {self.max_prefill_tokens}"),
             (self.watchdog_seconds >= 0, f"watchdog_seconds must be >= 0 (0 is off), got {self.watchdog_seconds}"),
             (self.capture in ("auto", "lazy", "eager"), f'unknown capture "{self.capture}": use auto, lazy or eager'),
+            (not self.self_test or (self.capture != "lazy" and not self.enforce_eager),
+             "self_test checks graphs at start-up: leave capture and enforce_eager at their defaults with it"),
             (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
         )  # fmt: skip
         for holds, sentence in rules:

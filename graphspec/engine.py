@@ -279,6 +279,8 @@ class Engine:
             finish_reason=reason,
             usage=Usage(len(request.prompt_ids), len(request.output_ids)),
             seed=request.seed,
+            num_decode_steps=request.num_decode_steps,
+            num_off_graph_steps=request.num_off_graph_steps,
             synthetic=self._synthetic,
         )
 

@@ -122,6 +122,8 @@ class Request:
     finish_reason: FinishReason | None = None
     slot: int | None = None  # while running
     num_preemptions: int = 0
+    num_decode_steps: int = 0  # of the slots it has left; `SlotTable` counts in the present one
+    num_off_graph_steps: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -160,6 +162,8 @@ class Completion:
     finish_reason   "stop" (end-of-sequence or a stop id, which is the last id), "length" (max_tokens or
                     max_model_len), "abort" or "error"
     seed            reproduces the text, given the same prompt and parameters
+    num_decode_steps     decode steps it took part in: completion tokens per step say what speculation gave
+    num_off_graph_steps  those of them that replayed no captured graph; `Engine.stats()` has the reasons
     synthetic       True when forced acceptance made the tokens: the text is then not the model's
     """
 
@@ -169,4 +173,6 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     seed: int
+    num_decode_steps: int
+    num_off_graph_steps: int
     synthetic: bool

@@ -240,6 +240,9 @@ class Scheduler:
             emissions += self._settle(plan.prefill.slots[final], plan.prefill.epochs[final], rows, 1, drafted=False)
         if plan.decode is not None and result.decode is not None:
             width = placeholders_of_decode(plan.decode.num_draft)
+            alive = plan.decode.slots[self.table.epoch[plan.decode.slots] == plan.decode.epochs]
+            self.table.decode_steps[alive] += 1
+            self.table.off_graph_steps[alive] += bool(result.off_graph)
             emissions += self._settle(plan.decode.slots, plan.decode.epochs, result.decode, width, drafted=True)
         self.pool.answered(plan.step)
         return emissions

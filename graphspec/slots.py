@@ -23,6 +23,7 @@ class SlotTable:
     limit           most tokens the request may reach
     min_length      no stop rule applies before this many tokens, prompt included
     watched         the request has stop strings
+    decode_steps, off_graph_steps   answered decode steps of the request in this slot; those that replayed no graph
     speculates      drafts are accepted for the request
     rank            order of service, see `Request.rank`
     needs           SamplerNeeds of the request
@@ -37,6 +38,7 @@ class SlotTable:
         self.epoch, self.settled, self.placeholders, self.sampling = (_zeros(num_slots) for _ in range(4))
         self.prefilled, self.limit, self.rank, self.needs = (_zeros(num_slots) for _ in range(4))
         self.min_length, self.cached, self.published = (_zeros(num_slots) for _ in range(3))
+        self.decode_steps, self.off_graph_steps = (_zeros(num_slots) for _ in range(2))
         self.watched, self.speculates = (np.zeros(num_slots, np.bool_) for _ in range(2))
         self.last_step = np.full(num_slots, -1, np.int64)
         self.num_pages = _zeros(num_slots)
@@ -88,12 +90,14 @@ class SlotTable:
         request = self.request[slot]
         assert request is not None
         request.slot = None
+        request.num_decode_steps += int(self.decode_steps[slot])
+        request.num_off_graph_steps += int(self.off_graph_steps[slot])
         self.request[slot] = None
         self.phase[slot] = FREE
         self.epoch[slot] += 1
         for array in (self.settled, self.placeholders, self.sampling, self.prefilled, self.limit, self.num_pages):
             array[slot] = 0
-        self.cached[slot] = self.published[slot] = 0
+        self.cached[slot] = self.published[slot] = self.decode_steps[slot] = self.off_graph_steps[slot] = 0
         self.last_step[slot] = -1
         self.page_table[slot] = self.scratch_page
         self._unused.append(slot)

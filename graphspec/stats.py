@@ -96,6 +96,7 @@ class EngineStats:
     off_graph_reasons: dict[str, int]
     num_graphs: int
     capture_seconds: float
+    num_compiled_regions: int  # pieces of code Inductor made; constant once every graph is captured
     host_us_per_step: float  # median
     device_ms_per_step: float  # median
     device_idle_share: float  # of the device's time between first and last launch, spent waiting for the host
@@ -108,6 +109,7 @@ class GraphStats:
     off_graph_reasons: dict[str, int]
     num_graphs: int
     capture_seconds: float
+    num_compiled_regions: int
 
 
 def snapshot(
@@ -133,6 +135,7 @@ def snapshot(
         off_graph_reasons=graphs.off_graph_reasons,
         num_graphs=graphs.num_graphs,
         capture_seconds=graphs.capture_seconds,
+        num_compiled_regions=graphs.num_compiled_regions,
         host_us_per_step=1e6 * statistics.median(times.host) if times.host else 0.0,
         device_ms_per_step=1e3 * statistics.median(times.busy) if times.busy else 0.0,
         device_idle_share=times.total_idle / total if total else 0.0,

@@ -94,3 +94,4 @@ class StepResult:
 
     prefill: RowResults | None  # one column; rows of non-final chunks hold nothing
     decode: RowResults | None
+    off_graph: str = ""  # why the decode step replayed no captured graph

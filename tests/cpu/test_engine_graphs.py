@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import VOCAB, tiny_model
 
 from graphs import BucketLadder, CapturedGraph, compare_replay, poison
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from graphspec.iteration import DecodeInputs
 from graphspec.request import SamplerNeeds, sampler_kind
 from graphspec.sampling import SAMPLERS
 
@@ -55,7 +57,7 @@ def test_every_batch_size_replays_a_graph_that_holds_it() -> None:
                 [[5, 6, 7 + i] for i in range(rows)], SamplingParams(max_tokens=4, ignore_eos=True), progress=False
             )
             stats = engine.stats()
-            keys: list[Any] = [line.key for line in engine._runner.store.ledger()]
+            keys: list[Any] = [line.key for line in engine._runner.decode_step.store.ledger()]
         assert stats.off_graph_decode_steps == 0
         assert {key.rows for key in keys} >= {BucketLadder.up_to(11).pad(rows)}
 
@@ -64,7 +66,7 @@ def test_a_prefill_chunk_of_1_plus_k_tokens_is_no_decode() -> None:
     """Scenario 31: the kind of a graph comes from the state of a request, never from a shape."""
     with Engine(tiny_model(), config=EngineConfig(num_speculative_tokens=3, max_prefill_tokens=4)) as engine:
         engine.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1), progress=False)
-        assert engine._runner.store.num_replays == 0
+        assert engine._runner.decode_step.store.num_replays == 0
         assert engine.stats().off_graph_decode_steps == 0
 
 
@@ -81,7 +83,7 @@ def test_idle_graphs_are_reused_and_none_is_left_without_a_replay() -> None:
         first = engine.stats().num_graphs
         engine.generate(prompts(6), GREEDY, progress=False)
         assert engine.stats().num_graphs == first
-        assert engine._runner.store.never_replayed() == []
+        assert engine._runner.decode_step.store.never_replayed() == []
 
 
 def test_eager_capture_knows_every_key_before_serving() -> None:
@@ -92,7 +94,7 @@ def test_eager_capture_knows_every_key_before_serving() -> None:
         assert before == len(SAMPLERS) * len(BucketLadder.up_to(5).rungs)
         eager = engine.generate(prompts(9), [PARAMS[i % 4] for i in range(9)], progress=False)
         assert engine.stats().num_graphs == before
-        assert len(engine._runner.store.never_replayed()) < before
+        assert len(engine._runner.decode_step.store.never_replayed()) < before
     lazy, _ = run(9, PARAMS, max_num_seqs=5, max_model_len=64, num_speculative_tokens=2)
     assert [c.token_ids for c in eager] == [c.token_ids for c in lazy]
 
@@ -113,49 +115,40 @@ def mid_flight(k: int = 3) -> tuple[Engine, CapturedGraph]:
     for _ in range(6):
         engine.step()
     assert engine._runner.last_key is not None
-    ladder = engine._runner.ladder
-    assert ladder.pad(3) == 3  # so use the padded 4-row graph by hand
+    assert engine._runner.graph_plan.ladder.pad(3) == 3  # so use the padded 4-row graph by hand
     key = engine._runner.last_key._replace(rows=4)
-    runner = engine._runner
+    step, scratch_slot = engine._runner.decode_step, engine._runner._state.scratch_slot
 
     def stage() -> None:
-        slots = runner._inputs.row_slots.clone()
-        tables = runner._inputs.block_tables.clone()
-        runner.store.capture(key, lambda: runner._step(key))
-        runner._inputs.row_slots.copy_(slots)
-        runner._inputs.block_tables.copy_(tables)
-        runner._inputs.row_slots[3] = runner._state.scratch_slot
-        runner._inputs.block_tables[3] = runner._decode.scratch_page
+        slots, tables = (t.clone() for t in step.inputs)
+        step.capture(key)
+        slots[3] = scratch_slot
+        tables[3] = engine.config.num_pages
+        step.stage(DecodeInputs(slots, tables))
 
-    runner._stream.submit(stage).wait()
-    return engine, runner.store[key]
+    engine._runner._stream.submit(stage).wait()
+    return engine, step.store[key]
+
+
+def on_stream(engine: Engine, work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    engine._runner._stream.submit(lambda: results.append(work())).wait()
+    return results[0]
 
 
 def test_a_replay_in_the_middle_of_a_load_equals_eager_op_by_op() -> None:
     engine, graph = mid_flight()
-    runner = engine._runner
-    found: list[Any] = []
-    runner._stream.submit(
-        lambda: found.append(compare_replay(graph, lambda: runner._step(graph.key), runner.store.buffers))  # type: ignore[arg-type]
-    ).wait()
-    assert found == [None]
+    assert on_stream(engine, lambda: compare_replay(graph)) is None
     engine.close()
 
 
 def test_poisoned_padding_changes_no_real_row() -> None:
-    """Scenario 58: NaN, -1 and 0x7f in the scratch page and in the scratch slot's history, drafts and parameters."""
+    """Scenario 58: NaN, -1 and 0x7f in the scratch page and in all that the scratch slot owns."""
     engine, graph = mid_flight()
-    runner = engine._runner
-    scratch = runner._state.scratch_slot
-    padding: dict[str, Any] = {f"kv.{i}": runner._decode.scratch_page for i in range(3)}
-    padding |= {f"state.{n}": scratch for n in ("history", "drafts", "last_token", "speculation")}
-    padding |= {f"state.sampling.{n}": scratch for n in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    found: list[str] = []
-    runner._stream.submit(
-        lambda: found.extend(poison(graph, runner.store.buffers, padding, lambda out: [out[0][:3]]))
-    ).wait()
-    assert found == []
-    runner.store.buffers.check_canaries()
+    padding = engine._runner.decode_step.padding()
+    assert {"kv.0", "state.history", "state.drafts", "state.sampling.seed"} <= set(padding)
+    assert on_stream(engine, lambda: poison(graph, padding, lambda out: [out[0][:3]])) == []
+    engine._runner.decode_step.buffers.check_canaries()
     engine.close()
 
 
@@ -172,7 +165,7 @@ def test_a_write_by_a_stranger_fails_the_launch_in_debug_mode(monkeypatch: pytes
         finish = runner._run
 
         def meddle(*args: Any) -> None:
-            with runner.store.buffers.writing("stranger"):
+            with runner.decode_step.buffers.writing("stranger"):
                 runner._state.computed.add_(0)
             finish(*args)
 

@@ -130,12 +130,12 @@ def engine_findings(engine: Engine, key: GraphKey) -> list[Finding]:
     """What the guard says of the step that the engine captures for `key`, on padding rows."""
     runner = engine._runner
     module = runner._model.module
-    guard = CaptureGuard(runner.store.buffers, [*module.parameters(), *module.buffers()])
+    guard = CaptureGuard(runner.decode_step.buffers, [*module.parameters(), *module.buffers()])
     found: list[Finding] = []
 
     def work() -> None:
-        runner._fill_with_padding()
-        found.extend(guard.inspect(lambda: runner._step(key)))
+        runner.decode_step.fill_with_padding()
+        found.extend(guard.inspect(lambda: runner.decode_step.step(key)))
 
     runner._stream.submit(work).wait()
     return found
@@ -151,7 +151,7 @@ def test_the_engines_own_step_is_clean(k: int, drafter: str, sampler: str) -> No
 
 def test_an_item_in_a_drafter_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(tiny_model(), config=EngineConfig(max_num_seqs=2)) as engine:
-        drafter = engine._runner._decode.drafter
+        drafter = engine._runner._iteration.drafter
 
         def propose(history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
             return history[:, :num_draft] * int(lengths.max().item())  # planted
