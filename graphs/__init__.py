@@ -1,8 +1,9 @@
 """Capture and replay of static-shape device steps. Knows nothing of language models."""
 
+from graphs.audit import Audit
 from graphs.buffers import BufferError, PersistentBuffers, TensorSpec
 from graphs.capture import Backend, BakedValue, CapturedGraph, CaptureError, Contract, Output, capture
-from graphs.checks import Audit, Difference, compare_replay, poison
+from graphs.checks import Difference, compare_replay, poison
 from graphs.compile import RegionCompiler, check_compiler
 from graphs.guard import CaptureGuard, Finding
 from graphs.key import BucketLadder, GraphKey, GraphPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,6 +51,7 @@ class PersistentBuffers(Mapping[str, torch.Tensor]):
         self._guarded: dict[str, torch.Tensor] = {}
         self._specs: dict[str, TensorSpec] | None = None
         self.part = ""  # the part of a step that is running now, see `Audit`
+        self.on_replay: Callable[[Hashable, tuple[torch.Tensor, ...]], None] | None = None  # set by an `Audit`
 
     def allocate(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, writer: str, **kind: bool

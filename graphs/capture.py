@@ -75,6 +75,8 @@ class CapturedGraph:
         self.buffers.verify()
         output = self.program.run()
         self.num_replays += 1
+        if self.buffers.on_replay is not None:
+            self.buffers.on_replay(self.key, as_tuple(output))
         self.launch_seconds += time.perf_counter() - started
         return output
 

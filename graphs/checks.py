@@ -1,4 +1,4 @@
-"""Checks of captured graphs: replay against eager, poisoned padding, and an audit of who writes which buffer."""
+"""Checks of captured graphs: replay against eager, and poisoned padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphs.buffers import PersistentBuffers
 from graphs.capture import CapturedGraph, Output, as_tuple
-from graphs.recorded import RecordedProgram, caller_line, is_bookkeeping, storage_of
+from graphs.recorded import RecordedProgram, caller_line, is_bookkeeping, storage_of, written_by
 
 POISONS = {"NaN": float("nan"), "-1": -1.0, "0x7f": None}  # None: every byte is 0x7f
 
@@ -105,53 +105,33 @@ def poison(
             for i, (a, b) in enumerate(zip(clean_out, out, strict=True))
             if a != b
         ]
-        found += [f'{kind} in padding changes buffer "{name}"' for name in after if after[name] != clean_after[name]]
+        for name in after:
+            if after[name] != clean_after[name]:
+                writer = _first_wrong_write(graph, saved, name, padding, value)
+                found.append(f'{kind} in padding changes buffer "{name}"{writer}')
     return found
 
 
-class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches one step and reports, by name, a buffer that somebody other than its writer wrote, or that was read
-    before its writer had written it in this step.
-
-    The parts of the step say who they are with `PersistentBuffers.writing`.
-    """
-
-    def __init__(self, buffers: PersistentBuffers) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.findings: list[str] = []
-        self._buffers = buffers
-        self._names = {storage_of(tensor): name for name, tensor in buffers.items()}
-        self._written: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not func.is_view:
-            for i, argument in enumerate(func._schema.arguments):
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                for tensor in tree_leaves(value):
-                    if isinstance(tensor, torch.Tensor):
-                        self._touch(tensor, writes)
-        return func(*args, **kwargs)
-
-    def _touch(self, tensor: torch.Tensor, writes: bool) -> None:
-        name, part = self._names.get(storage_of(tensor)), self._buffers.part
-        if name is None:
-            return
-        writer = self._buffers.writer(name)
-        if writes:
-            self._written.add(name)
-            if part != writer:
-                self._report(f'"{name}" is written by {part or "nobody in particular"}, its writer is {writer}')
-        elif self._buffers.is_written_every_step(name) and name not in self._written:
-            self._report(f'"{name}" is read before {writer} has written it in this step')
-
-    def _report(self, sentence: str) -> None:
-        finding = f"{caller_line()}: {sentence}"
-        if finding not in self.findings:
-            self.findings.append(finding)
+def _first_wrong_write(
+    graph: CapturedGraph, saved: _Saved, name: str, padding: Mapping[str, Any], value: float | None
+) -> str:
+    """The op of a record, with its line, that first writes something else to `name` because of the padding."""
+    if not isinstance(graph.program, RecordedProgram) or graph.program.rewritten:
+        return ""
+    buffers, writes = graph.buffers, []
+    for poisoned in (False, True):
+        if poisoned:
+            for other, index in padding.items():
+                _fill(buffers[other], index, value)
+        with torch.no_grad(), _Writes(buffers[name], padding.get(name)) as watched:
+            graph.program.run()
+        writes.append(watched.seen)
+        saved.bits_then_restore()
+    nodes = [node for node in graph.program.nodes if not is_bookkeeping(node.op)]
+    for (position, clean), (_, wrong) in zip(*writes, strict=True):
+        if clean != wrong:
+            return f", written by {nodes[position].op} at {nodes[position].line}"
+    return ""
 
 
 class _Fingerprints(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -169,6 +149,29 @@ class _Fingerprints(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         bits = hash(tuple(_bits(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
         self.seen.append((func, caller_line(), bits))
+        return out
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What one buffer holds, `without` its padding, after every op that writes to it."""
+
+    def __init__(self, buffer: torch.Tensor, without: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[int, int]] = []  # (position of the op, bits)
+        self._buffer, self._without, self._position = buffer, without, 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_bookkeeping(func):
+            return out
+        if any(storage_of(t) == storage_of(self._buffer) for t in written_by(func, args, kwargs or {})):
+            content = self._buffer.clone()
+            if self._without is not None:
+                content[self._without] = 0
+            self.seen.append((self._position, _bits(content)))
+        self._position += 1
         return out
 
 

@@ -103,10 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refuse(func, args, line)
         specs = tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         out = self.execute(func, args, kwargs)
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                self.written.update(storage_of(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+        self.written.update(storage_of(tensor) for tensor in written_by(func, args, kwargs))
         outputs = tuple(self._output(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         single = isinstance(out, torch.Tensor)
         module = max(self.modules.parents - {"Global"}, key=len, default="")
@@ -166,6 +163,14 @@ def record(fn: Callable[[], Output], rewrite: Rewrite | None = None) -> tuple[Re
 def is_bookkeeping(func: Callable[..., Any]) -> bool:
     """Ops that torch puts in or leaves out by itself: results that are still referenced come back detached."""
     return func is torch.ops.aten.detach.default
+
+
+def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an op says it writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor))
 
 
 def depends_on_data(func: OpOverload, args: tuple[Any, ...]) -> bool:

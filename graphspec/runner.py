@@ -122,7 +122,9 @@ class Runner:
             step.capture(key)
         self.graph_plan.check(step.store)
         if self_test and (found := [finding for key in self.graph_plan.all_keys() for finding in step.self_test(key)]):
-            raise RuntimeError("the self test of the captured graphs failed: " + "; ".join(found))
+            raise RuntimeError(
+                f"the self test of the captured graphs found {len(found)} faults: {'; '.join(found[:3])}"
+            )
 
     def launch(self, plan: StepPlan) -> Launched:
         staged = self._ring.take()

@@ -2,7 +2,7 @@
 
 plan     which batch size uses which graph, and what padding costs, before anything is served
 guard    what would not survive capture in a function of yours (`--function module:name`) or in the engine's step
-inspect  what a graph of the engine consists of: ops by source line or kind, and the values it baked
+inspect  what a graph of the engine consists of: ops by module, kind and source line, memory, the values it baked
 diff     replay against eager on a running batch, op by op: the first difference
 poison   replay with garbage in everything that padding rows own: what changes that must not
 coverage serve the repository's prompts and show, step by step, which graph replayed or why none did
@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -31,35 +32,35 @@ import transformers
 from graph_report import page
 from torch.utils._pytree import tree_leaves
 
-from graphs import (
-    BucketLadder,
-    CapturedGraph,
-    CaptureGuard,
-    GraphKey,
-    PersistentBuffers,
-    RecordedProgram,
-    compare_replay,
-    poison,
-)
+from graphs import CaptureGuard, GraphKey, PersistentBuffers, compare_replay, poison, record
+from graphs.cuda import CudaCapture
 from graphspec import Engine, EngineConfig, SamplingParams
 from graphspec.builtin_model import NAME
+from graphspec.iteration import DecodeInputs
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
-from graphspec.runner import decode_keys
+from graphspec.runner import graph_plan
 from graphspec.sampling import SAMPLERS
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Every batch size with its graph and its padding rows."""
-    ladder, k = BucketLadder.up_to(args.max_num_seqs), args.num_speculative_tokens
+    k = args.num_speculative_tokens
+    rows = None if args.graph_rows is None else tuple(args.graph_rows)
+    resolved = graph_plan(EngineConfig(max_num_seqs=args.max_num_seqs, num_speculative_tokens=k, graph_rows=rows))
+    pad = resolved.ladder.pad
     sizes = [
-        {"batch": n, "rows": ladder.pad(n), "positions": ladder.pad(n) * (1 + k), "padding": 1 - n / ladder.pad(n)}
+        {"batch": n, "rows": pad(n), "positions": pad(n) * (1 + k), "padding": 1 - n / pad(n)}
         for n in range(1, args.max_num_seqs + 1)
     ]
-    return {"keys": [key._asdict() for key in decode_keys(ladder, k)], "samplers": list(SAMPLERS), "sizes": sizes}
+    keys = [key._asdict() for key in resolved.all_keys()]
+    return {"keys": keys, "samplers": list(resolved.samplers), "num_drafts": list(resolved.num_drafts), "sizes": sizes}
 
 
 def show_plan(result: dict[str, Any]) -> None:
-    print(f"{len(result['keys'])} graphs: {', '.join(result['samplers'])} at each number of rows\n")
+    rows = sorted({key["rows"] for key in result["keys"]})
+    print(
+        f"{len(result['keys'])} graphs = {len(rows)} row counts x k in {result['num_drafts']} x {result['samplers']}\n"
+    )
     print(f"{'batch':>6} {'graph rows':>11} {'positions':>10} {'padding':>8}")
     for size in result["sizes"]:
         bar = "#" * round(20 * size["padding"])
@@ -79,10 +80,10 @@ def guard(args: argparse.Namespace) -> dict[str, Any]:
         with running_engine(args) as engine:
             runner = engine._runner
             module_ = runner._model.module
-            watch = CaptureGuard(runner.store.buffers, [*module_.parameters(), *module_.buffers()])
-            key = key_of(args)
-            on_stream(engine, runner._fill_with_padding)
-            findings = on_stream(engine, lambda: watch.inspect(lambda: runner._step(key)))
+            step, key = runner.decode_step, key_of(args)
+            watch = CaptureGuard(step.buffers, [*module_.parameters(), *module_.buffers()])
+            on_stream(engine, step.fill_with_padding)
+            findings = on_stream(engine, lambda: watch.inspect(lambda: step.step(key)))
     return {"findings": [{**dataclasses.asdict(f), "remedy": f.remedy} for f in findings]}
 
 
@@ -93,27 +94,53 @@ def show_guard(result: dict[str, Any]) -> None:
 
 
 def inspect(args: argparse.Namespace) -> dict[str, Any]:
-    """Ops of one recorded graph by kind and by source line, and how many values it baked."""
+    """Ops of one graph by module, kind and source line, its memory, and the values it baked.
+
+    The ops are those of a record; on CUDA one is made beside the graph, which knows only kernels (`--dot` shows them).
+    """
     with running_engine(args) as engine:
-        graph = on_stream(engine, lambda: capture_key(engine, key_of(args)))
-        program = graph.program
-        assert isinstance(program, RecordedProgram)
+        step, key = engine._runner.decode_step, key_of(args)
+        graph = on_stream(engine, lambda: step.capture(key))
+        program, _ = on_stream(engine, lambda: record(lambda: step.step(key)))
+        if args.dot:
+            write_dot(engine, key, args.dot)
+        baked = Counter(f"{value.op}  {value.value!r}  {value.line}" for value in program.baked)
         return {
-            "key": key_of(args)._asdict(),
+            "key": key._asdict(),
             "num_ops": program.num_ops,
             "capture_seconds": graph.capture_seconds,
+            "pool_bytes": graph.program.pool_bytes,
+            "buffer_bytes": step.buffers.num_bytes,
             "outside_tensors": len(program.outside),
-            "buffer_bytes": engine._runner.store.buffers.num_bytes,
-            "baked_values": len(graph.contract.baked),
+            "num_baked": len(program.baked),
+            "modules": Counter(re.sub(r"\.\d+", ".*", node.module) or "(step)" for node in program.nodes).most_common(
+                args.top
+            ),
             "ops": Counter(str(node.op) for node in program.nodes).most_common(args.top),
             "lines": Counter(node.line for node in program.nodes).most_common(args.top),
+            "baked": baked.most_common(args.top),
         }
 
 
+def write_dot(engine: Engine, key: GraphKey, path: Path) -> None:
+    """Capture the step once more with CUDA's debug mode and write the nodes of that graph."""
+    device = engine._runner.device
+    if device.type != "cuda":
+        raise SystemExit("--dot shows the nodes of a CUDA graph: it needs --device cuda")
+    step = engine._runner.decode_step
+
+    def work() -> None:
+        step.fill_with_padding()
+        program, _ = CudaCapture(device, debug=True)(lambda: step.step(key))
+        program.dump_dot(str(path))
+
+    on_stream(engine, work)
+
+
 def show_inspect(result: dict[str, Any]) -> None:
-    for name in ("key", "num_ops", "capture_seconds", "outside_tensors", "buffer_bytes", "baked_values"):
+    for name in ("key", "num_ops", "capture_seconds", "pool_bytes", "buffer_bytes", "outside_tensors", "num_baked"):
         print(f"{name:<18}{result[name]}")
-    for title in ("ops", "lines"):
+    for title in ("modules", "ops", "lines", "baked"):
         print(f"\n{title}")
         for what, count in result[title]:
             print(f"{count:>6}  {what}")
@@ -121,12 +148,12 @@ def show_inspect(result: dict[str, Any]) -> None:
 
 def diff(args: argparse.Namespace) -> dict[str, Any]:
     with running_engine(args) as engine:
-        runner, key = engine._runner, key_of(args)
+        key = key_of(args)
 
         def work() -> str | None:
-            graph = capture_key(engine, key)
+            graph = engine._runner.decode_step.capture(key)
             stage_running_rows(engine, key)
-            found = compare_replay(graph, lambda: runner._step(key), runner.store.buffers)
+            found = compare_replay(graph)
             return None if found is None else str(found)
 
         return {"key": key._asdict(), "difference": on_stream(engine, work)}
@@ -138,21 +165,12 @@ def show_diff(result: dict[str, Any]) -> None:
 
 def poisoned(args: argparse.Namespace) -> dict[str, Any]:
     with running_engine(args) as engine:
-        runner, key = engine._runner, key_of(args)
-        padding: dict[str, Any] = {f"kv.{i}": runner._decode.scratch_page for i in range(len(runner._model.kv_caches))}
-        names = (
-            "history",
-            "drafts",
-            "last_token",
-            "speculation",
-            *(f"sampling.{n}" for n in runner._state.sampling._fields),
-        )
-        padding |= {f"state.{name}": runner._state.scratch_slot for name in names}
+        step, key = engine._runner.decode_step, key_of(args)
 
         def work() -> list[str]:
-            graph = capture_key(engine, key)
+            graph = step.capture(key)
             real = stage_running_rows(engine, key)
-            return poison(graph, runner.store.buffers, padding, lambda out: [out[0][:real]])
+            return poison(graph, step.padding(), lambda out: [o[:real] for o in out])
 
         return {"key": key._asdict(), "violations": on_stream(engine, work)}
 
@@ -168,12 +186,19 @@ def coverage(args: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(num_speculative_tokens=k, max_num_seqs=args.max_num_seqs, enforce_eager=args.enforce_eager)
     prompts = read_prompts(BUILTIN_PROMPTS)
     with Engine.from_pretrained(args.model, config) as engine:
-        engine.generate(prompts, SamplingParams(max_tokens=args.max_tokens))
-        store = engine._runner.store
+        done = engine.generate(prompts, SamplingParams(max_tokens=args.max_tokens))
+        store = engine._runner.decode_step.store
         timeline = [{"key": key, "off_graph": reason} for key, reason in store.timeline]
         graphs = [dataclasses.asdict(line) for line in store.ledger()]
         never = store.never_replayed()
-    return {"steps": len(timeline), "timeline": timeline, "graphs": graphs, "never_replayed": never}
+    requests = [{"id": c.request_id, "steps": c.num_decode_steps, "off_graph": c.num_off_graph_steps} for c in done]
+    return {
+        "steps": len(timeline),
+        "timeline": timeline,
+        "graphs": graphs,
+        "never_replayed": never,
+        "requests": requests,
+    }
 
 
 def show_coverage(result: dict[str, Any]) -> None:
@@ -191,6 +216,8 @@ def show_coverage(result: dict[str, Any]) -> None:
         each, key = 1e3 * g["launch_seconds"] / max(1, g["num_replays"]), g["key"]
         print(f"{key.rows:>5} {key.num_draft:>3} {key.sampler:>8} {g['num_replays']:>8} {g['capture_seconds']:>10.2f} "
               f"{each:>10.2f} {g['num_ops'] or '':>6}")  # fmt: skip
+    off = [r["id"] for r in result["requests"] if r["off_graph"]]
+    print(f"\n{len(result['requests']) - len(off)} of {len(result['requests'])} requests never left their graphs")
     if result["never_replayed"]:
         print(f"captured and never replayed: {result['never_replayed']}")
 
@@ -209,7 +236,7 @@ def running_engine(args: argparse.Namespace) -> Engine:
         depth=0,
         max_model_len=256,
         num_pages=16 * args.rows,
-        dtype="float32",
+        device=args.device,
         enforce_eager=True,
     )
     engine = Engine.from_pretrained(args.model, config)
@@ -227,18 +254,12 @@ def key_of(args: argparse.Namespace) -> GraphKey:
     return GraphKey("decode", args.rows, k, k, args.sampler)
 
 
-def capture_key(engine: Engine, key: GraphKey) -> CapturedGraph:
-    runner = engine._runner
-    return runner.store.capture(key, lambda: runner._step(key))
-
-
 def stage_running_rows(engine: Engine, key: GraphKey) -> int:
     """Put the running requests into the static inputs, as a launch would; returns how many."""
-    runner, table = engine._runner, engine._scheduler.table
+    step, table = engine._runner.decode_step, engine._scheduler.table
     slots = [slot for slot, request in enumerate(table.request) if request is not None][: key.rows]
-    runner._fill_with_padding()
-    runner._inputs.row_slots[: len(slots)] = torch.tensor(slots)
-    runner._inputs.block_tables[: len(slots)] = torch.from_numpy(table.page_table[slots])
+    step.fill_with_padding()
+    step.stage(DecodeInputs(torch.tensor(slots), torch.from_numpy(table.page_table[slots])))
     return len(slots)
 
 
@@ -265,6 +286,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=NAME)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=16, help="plan, coverage: the largest batch")
+    parser.add_argument(
+        "--graph-rows", type=int, nargs="+", help="plan: row counts of your own in place of the default"
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dot", type=Path, help="inspect, on CUDA: also write the graph's nodes as Graphviz DOT")
     parser.add_argument("--max-tokens", type=int, default=32, help="coverage: tokens per answer")
     parser.add_argument("--enforce-eager", action="store_true", help="coverage: without graphs, for comparison")
     parser.add_argument("--rows", type=int, default=2, help="rows of the graph to look at")

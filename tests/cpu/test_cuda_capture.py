@@ -5,15 +5,16 @@ What only a GPU can show (that kernels really are captured) is not shown here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from graphs import CaptureError, PersistentBuffers, capture
+from graphs import CaptureError, PersistentBuffers, capture, compare_replay, create_backend
 from graphs.cuda import WARM_UPS, CudaCapture
+from graphs.recorded import Node
 
 
 class FakeCuda:
@@ -43,6 +44,12 @@ class FakeCuda:
         class Graph:
             def replay(self) -> None:
                 fake.log.append("replay")
+
+            def enable_debug_mode(self) -> None:
+                fake.log.append("debug")
+
+            def debug_dump(self, path: str) -> None:
+                fake.log.append(f"dump to {path}")
 
         return Graph
 
@@ -104,6 +111,36 @@ def test_warm_up_comes_before_the_capture_and_one_pool_serves_all(fake: FakeCuda
     assert first.replay() is out  # static: copy it out before the next replay
     assert fake.log[-2:] == ["replay", "replay"]
     assert (first.num_replays, first.program.pool_bytes, len(calls)) == (2, 64, 2 * (WARM_UPS + 1))
+
+
+def test_with_a_rewrite_the_rewritten_record_is_captured_and_what_it_baked_is_listed(fake: FakeCuda) -> None:
+    x = torch.ones(2)
+    buffers = PersistentBuffers()
+    buffers.add("x", x, writer="host")
+    calls: list[bool] = []
+
+    def fn() -> torch.Tensor:
+        calls.append(fake.capturing)
+        return x + 3
+
+    rewritten: list[int] = []
+
+    def rewrite(nodes: Sequence[Node], *rest: Any) -> list[Node]:
+        rewritten.append(len(nodes))
+        return list(nodes)
+
+    graph = capture(fn, buffers, key="a", backend=create_backend(torch.device("cuda"), rewrite))
+    assert (calls, rewritten) == ([False], [1])  # recorded once; warm-up and capture run the record
+    assert "capture on side in pool 7" in fake.log
+    assert [value.value for value in graph.contract.baked] == [3]
+    assert compare_replay(graph) is None  # against the same code without the graph
+
+
+def test_the_nodes_can_be_dumped_if_the_graph_was_captured_for_it(fake: FakeCuda) -> None:
+    program, _ = CudaCapture(torch.device("cuda"), debug=True)(lambda: torch.ones(1))
+    assert fake.log.index("debug") < fake.log.index("capture on side in pool 7")
+    program.dump_dot("graph.dot")
+    assert fake.log[-1] == "dump to graph.dot"
 
 
 @pytest.mark.parametrize(

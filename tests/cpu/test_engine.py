@@ -190,7 +190,7 @@ def test_every_decode_launch_carries_exactly_1_plus_k_positions_per_row(
     assert all(rows.num_draft == k for rows in decodes)
     shapes = [shape for shape in forwards if shape[0] != 1 or shape[1] == 1 + k]  # prefill is [1, T]
     assert {shape[1] for shape in shapes} <= {1 + k, *(plan.prefill.lengths.sum() for plan in plans if plan.prefill)}
-    rows = sorted(engine._runner.ladder.pad(len(d.slots)) for d in decodes)
+    rows = sorted(engine._runner.graph_plan.ladder.pad(len(d.slots)) for d in decodes)
     prefills = [p for p in plans if p.prefill is not None]
     assert sum(s[0] * s[1] for s in forwards) == sum(rows) * (1 + k) + sum(
         int(p.prefill.lengths.sum()) for p in prefills if p.prefill is not None

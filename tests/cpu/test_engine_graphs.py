@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from conftest import VOCAB, tiny_model
 
 from graphs import BucketLadder, CapturedGraph, compare_replay, poison
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
-from graphspec.iteration import DecodeInputs
+from graphspec.iteration import DecodeInputs, Iteration
 from graphspec.request import SamplerNeeds, sampler_kind
 from graphspec.sampling import SAMPLERS
 
@@ -187,3 +188,44 @@ def test_the_address_of_a_buffer_that_moved_stops_the_engine() -> None:
         engine._runner._stream.submit(move).wait()
         with pytest.raises(RuntimeError, match=r"state.computed. moved from 0x"):
             engine.generate([[5, 6, 7]], GREEDY, progress=False)
+
+
+def test_the_self_test_passes_and_leaves_no_trace() -> None:
+    config = EngineConfig(max_num_seqs=3, max_model_len=64, num_speculative_tokens=2, page_size=2, self_test=True)
+    with Engine(tiny_model(), config=config) as engine:
+        assert engine.stats().num_graphs == 3 * len(SAMPLERS)
+        tested = engine.generate(prompts(5), [PARAMS[i % 4] for i in range(5)], progress=False)
+    plain, _ = run(5, PARAMS, max_num_seqs=3, max_model_len=64, num_speculative_tokens=2, page_size=2)
+    assert [c.token_ids for c in tested] == [c.token_ids for c in plain]
+
+
+def test_the_self_test_finds_a_padding_row_that_writes_page_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And names the op that wrote it."""
+    mapping = Iteration._slot_mapping
+
+    def leaky(self: Iteration, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        places = mapping(self, block_tables, positions)
+        scratch = self.scratch_page * self.page_size
+        return torch.where(places >= scratch, places - scratch, places)
+
+    monkeypatch.setattr(Iteration, "_slot_mapping", leaky)
+    wrote = r'found \d+ faults: .*rows=2.* changes buffer "kv\.1", written by paged_attention\..* at .*\.py:\d+'
+    with pytest.raises(RuntimeError, match=wrote):
+        Engine(tiny_model(), config=EngineConfig(max_num_seqs=2, max_model_len=64, self_test=True))
+
+
+def test_requests_say_how_many_steps_they_took_and_how_many_were_off_graph() -> None:
+    """Per request too; preemption loses nothing of it."""
+    params = [SamplingParams(max_tokens=9, ignore_eos=True)]
+    graphs, stats = run(6, params, num_speculative_tokens=0, num_pages=4, max_model_len=32)
+    assert stats.num_preemptions > 0
+    assert {c.num_decode_steps for c in graphs} >= {8}  # the first token comes from the prefill
+    assert {c.num_off_graph_steps for c in graphs} == {0}
+    eager, _ = run(6, params, num_speculative_tokens=0, enforce_eager=True)
+    assert {(c.num_decode_steps, c.num_off_graph_steps) for c in eager} == {(8, 8)}
+
+
+@pytest.mark.parametrize("rows", [(1, 3), (4, 8, 9)])
+def test_a_ladder_of_the_user_with_holes_is_refused(rows: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"no graph holds 4 rows|no batch reaches the rungs 8, 9"):
+        Engine(tiny_model(), config=EngineConfig(max_num_seqs=4, graph_rows=rows))

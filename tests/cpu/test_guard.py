@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs import CaptureError, CaptureGuard, Finding, GraphKey, PersistentBuffers, record
 from graphspec import Engine, EngineConfig
@@ -159,3 +160,39 @@ def test_an_item_in_a_drafter_is_found_there(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(drafter, "propose", propose)
         findings = engine_findings(engine, GraphKey("decode", 2, 3, 3, "greedy"))
         assert ("host read", line_of(propose)) in [(f.kind, f.line) for f in findings]
+
+
+def test_it_works_on_fake_cuda_tensors_without_a_gpu() -> None:
+    """Nothing is computed; a host read has no value to give, so what comes after it is not seen."""
+    with FakeTensorMode():
+        x = torch.empty(6, device="cuda")
+        made = PersistentBuffers()
+        made.add("x", x, writer="test")
+
+        def clean() -> torch.Tensor:
+            return (x * 2).cumsum(0)
+
+        def bad() -> torch.Tensor:
+            noise = x + torch.rand(6, device="cuda")  # planted
+            return noise * x.sum().item()
+
+        def copies() -> torch.Tensor:
+            return x.cpu() + 1  # planted
+
+        guard = CaptureGuard(made)
+        assert guard.inspect(clean) == []
+        assert [f.kind for f in guard.inspect(bad)] == ["default generator", "host read"]
+        assert guard.inspect(bad)[0].line == line_of(bad)
+        assert ("host read", line_of(copies)) in [(f.kind, f.line) for f in guard.inspect(copies)]
+
+
+def test_a_python_int_that_changes_per_step_is_found_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny_model(), config=EngineConfig(max_num_seqs=2)) as engine:
+        steps = iter(range(100))
+
+        def propose(history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
+            return history[:, :num_draft] * 0 + next(steps)  # planted
+
+        monkeypatch.setattr(engine._runner._iteration.drafter, "propose", propose)
+        findings = engine_findings(engine, GraphKey("decode", 2, 3, 3, "greedy"))
+        assert ("Python value", line_of(propose)) in [(f.kind, f.line) for f in findings]
