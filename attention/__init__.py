@@ -1,9 +1,10 @@
 """Paged attention over block tables. Knows nothing of the engine."""
 
-from attention.backend import AttentionBackend, AttentionSpec, create_backend
+from attention.backend import AttentionBackend, AttentionShape, AttentionSpec, Planless, UnsupportedAttentionError
 from attention.kv_cache import allocate_kv_cache, store_kv
 from attention.reference import ReferenceBackend
-from attention.types import AttnInputs, KVLayout
+from attention.create import create_backend
+from attention.types import AttnInputs, Bucket, KVLayout
 
 __all__ = [
     "AttentionBackend",

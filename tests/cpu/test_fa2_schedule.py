@@ -1,0 +1,180 @@
+"""The FA2 schedule recomputed on the device: FlashInfer's real planner plans once, and the kernel's index arithmetic,
+emulated, finds every partial result written exactly once and the result equal to dense attention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_fa2 import Emulation, HostPlanner, build_planner, dense, flashinfer_data, host_plan, why_not
+
+from attention.planner import PlanInfo, Problem, Schedule
+
+LONGEST = 3000
+WORST = 1e-5
+
+
+@pytest.fixture(scope="module")
+def planner(pytestconfig: pytest.Config) -> Iterator[HostPlanner]:
+    if reason := why_not():
+        pytest.skip(reason)
+    import flashinfer
+
+    folder = pytestconfig.cache.mkdir(f"flashinfer-{flashinfer.__version__}")  # type: ignore[union-attr]
+    yield HostPlanner(build_planner(flashinfer_data(), folder))
+
+
+def emulate(schedule: Schedule, lens: list[int], seed: int = 0) -> tuple[float, torch.Tensor]:
+    """The largest error against dense float64 (infinite for a NaN) and how often each partial result was written."""
+    problem, generator = schedule.problem, torch.Generator().manual_seed(seed)
+    query = torch.randn(problem.rows, problem.query_len, problem.group, 8, generator=generator)
+    key, value = (torch.randn(problem.rows, max(lens), 8, generator=generator) for _ in range(2))
+    emulation = Emulation(schedule, lens)
+    out = emulation.run(query, key * 0.5, value)
+    error = (out - dense(query, key * 0.5, value, lens, problem.window)).abs()
+    return float(error.nan_to_num(nan=float("inf")).max()), emulation.writes
+
+
+def assert_exact(schedule: Schedule, lens: list[int], seed: int = 0) -> None:
+    error, writes = emulate(schedule, lens, seed)
+    used = int(schedule.o_indptr[-1])
+    assert writes[:used].tolist() == [1] * used
+    assert not writes[used:].any()
+    assert error < WORST
+
+
+def random_lens(rng: random.Random, rows: int, query_len: int, longest: int = LONGEST) -> list[int]:
+    """Padding rows, page edges, one long row among short ones, and anything."""
+    kinds = (query_len, 16, 17, 128, 129, longest, rng.randint(query_len, 40), rng.randint(query_len, longest))
+    return [max(query_len, rng.choice(kinds)) for _ in range(rows)]
+
+
+@pytest.mark.flashinfer
+@pytest.mark.parametrize("window", [None, 1, 40, 700])
+def test_one_plan_serves_every_length_through_the_device_planner(planner: HostPlanner, window: int | None) -> None:
+    rng = random.Random(window)
+    for _ in range(16):
+        rows, query_len = rng.choice((1, 2, 3, 7, 16, 33, 64)), rng.choice((1, 2, 4, 6, 9))
+        problem = Problem(rows, query_len, rng.choice((1, 4, 8)), rng.choice((8, 16, 48, 128)), window)
+        schedule = host_plan(planner, [LONGEST] * rows, problem)
+        if not schedule.info.split_kv:  # the tiles alone fill the grid
+            assert problem.tiles(schedule.info.cta_tile_q) * rows >= 33
+            continue
+        baked = schedule.info
+        for seed in range(6):
+            lens = random_lens(rng, rows, query_len)
+            schedule.write(torch.tensor(lens, dtype=torch.int32))
+            schedule.check(torch.tensor(lens))
+            assert_exact(schedule, lens, seed)
+        assert host_plan(planner, random_lens(rng, rows, query_len), problem).info == baked  # the grid never changes
+
+
+@pytest.mark.flashinfer
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_host_plan_of_the_true_lengths_is_exact_and_passes_the_same_check(
+    planner: HostPlanner, window: int | None
+) -> None:
+    rng = random.Random(3)
+    for rows, query_len in ((4, 4), (1, 8), (16, 1), (9, 5)):
+        problem = Problem(rows, query_len, 4, 16, window)
+        lens = random_lens(rng, rows, query_len)
+        schedule = host_plan(planner, lens, problem)
+        schedule.check(torch.tensor(lens))
+        assert_exact(schedule, lens)
+
+
+UPPER, FEWER_CHUNKS, SAME_CHUNKS = [2000, 300, 1500, 40], [1000, 290, 700, 33], [1997, 297, 1497, 37]
+
+
+@pytest.mark.flashinfer
+def test_an_upper_bound_is_enough_for_one_query_token_only(planner: HostPlanner) -> None:
+    """The reason this planner exists, and the proof that these tests can fail."""
+    single, several = (Problem(4, query_len, 4, 16, None) for query_len in (1, 4))
+    assert emulate(host_plan(planner, UPPER, single), FEWER_CHUNKS)[0] < WORST
+    assert emulate(host_plan(planner, UPPER, several), SAME_CHUNKS)[0] < WORST
+    error, writes = emulate(host_plan(planner, UPPER, several), FEWER_CHUNKS)
+    assert error > 0.1
+    assert int(writes.max()) > 1
+    assert emulate(host_plan(planner, UPPER, several, fixed_split_size=32), FEWER_CHUNKS)[0] > 0.1
+    # A lower bound drops tokens even for one.
+    assert emulate(host_plan(planner, UPPER, single), [2400, 310, 1600, 60])[0] > 1e-3
+
+
+@pytest.mark.flashinfer
+@pytest.mark.parametrize("window", [None, 50])
+def test_without_a_split_one_plan_serves_every_length(planner: HostPlanner, window: int | None) -> None:
+    rng = random.Random(4)
+    for rows, query_len in ((4, 4), (40, 6), (3, 1)):
+        problem = Problem(rows, query_len, 4, 16, window)
+        for _ in range(4):
+            schedule = host_plan(planner, [64] * rows, problem, disable_split_kv=True)
+            lens = random_lens(rng, rows, query_len)
+            real = rows * problem.tiles(schedule.info.cta_tile_q)
+            if schedule.info.block_valid_mask_offset == 0 and real < schedule.info.padded_batch_size:
+                with pytest.raises(AssertionError, match="works on row"):  # before 0.7.4 the tail of the grid
+                    emulate(schedule, lens)  # reads what was there
+                for indices in (schedule.request, schedule.q_tile, schedule.kv_tile):
+                    indices[real:] = 0  # from a zeroed workspace: row 0 once more
+            assert emulate(schedule, lens)[0] < WORST
+
+
+def plan_info(blocks: int, problem: Problem, tile: int) -> tuple[PlanInfo, torch.Tensor]:
+    """A plan vector laid out by hand, for tests without FlashInfer."""
+    sizes = (4 * blocks, 4 * blocks, 4 * blocks, 4 * (problem.rows * problem.query_len + 1), 4 * (problem.rows + 1), 4)
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // 16) * 16)
+    info = PlanInfo(blocks, problem.rows * problem.query_len, 0, tile, *starts[:6], 0, 0, starts[6], 1, 1)
+    return info, torch.zeros(starts[6] + blocks, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("window", [None, 1, 300])
+def test_random_lengths_on_hand_made_plans(window: int | None) -> None:
+    rng = random.Random(7)
+    for seed in range(60):
+        rows, query_len, group = rng.randint(1, 40), rng.randint(1, 9), rng.choice((1, 3, 4))
+        problem = Problem(rows, query_len, group, rng.choice((1, 16, 24, 256)), window)
+        tile = rng.choice((16, 64))
+        blocks = rows * problem.tiles(tile) + rng.choice((0, 1, 7, 60))
+        schedule = Schedule(*plan_info(blocks, problem, tile), problem)
+        for _ in range(3):
+            lens = random_lens(rng, rows, query_len, longest=50_000)
+            schedule.write(torch.tensor(lens, dtype=torch.int32))
+            schedule.check(torch.tensor(lens))
+        lens = random_lens(rng, rows, query_len, longest=500)
+        schedule.write(torch.tensor(lens, dtype=torch.int32))
+        assert_exact(schedule, lens, seed)
+
+
+def test_the_check_finds_every_kind_of_wrong_schedule() -> None:
+    problem, lens = Problem(3, 4, 4, 16, None), torch.tensor([500, 4, 900])
+    for name in ("request", "q_tile", "kv_tile", "o_indptr", "merge_indptr", "chunk", "valid"):
+        schedule = Schedule(*plan_info(30, problem, 16), problem)
+        schedule.write(lens)
+        schedule.check(lens)
+        getattr(schedule, name)[0] ^= 1
+        with pytest.raises((AssertionError, ValueError)):
+            schedule.check(lens)
+
+
+def test_the_schedule_is_capturable() -> None:
+    """The ops of `write` are recorded once and follow new lengths."""
+    from graphs import PersistentBuffers, capture, record
+
+    problem = Problem(3, 4, 4, 16, None)
+    schedule = Schedule(*plan_info(30, problem, 16), problem)
+    buffers = PersistentBuffers()
+    lens = buffers.add("lens", torch.tensor([4, 4, 4], dtype=torch.int32), writer="host")
+
+    def step() -> torch.Tensor:
+        schedule.write(lens)
+        return schedule.chunk
+
+    graph = capture(step, buffers, key="schedule", backend=record)
+    for new in ([2000, 5, 90], [4, 4, 4], [129, 128, 2999]):
+        lens.copy_(torch.tensor(new))
+        graph.replay()
+        schedule.check(torch.tensor(new))
