@@ -54,6 +54,13 @@ class Problem(NamedTuple):
         return -(-self.query_len * self.group // cta_tile_q)
 
 
+def cta_tile_q(packed_len: int, head_dim: int) -> int:
+    """The query tile FA2 takes for `packed_len` (query token, head of the group) pairs per row, on Ampere or newer."""
+    if packed_len > 64 and head_dim < 256:
+        return 128
+    return 64 if packed_len > 16 else 16
+
+
 class Schedule:
     """The arrays of one plan, as views of the integer workspace that a graph has baked."""
 

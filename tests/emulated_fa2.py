@@ -144,8 +144,10 @@ class Emulation:
     """One KV head of the FA2 kernel on a schedule and the lengths the device has, `query` `[rows, q, group, D]`, `key`
     and `value` `[rows, longest, D]`."""
 
-    def __init__(self, schedule: Schedule, seq_lens: list[int], scale: float = 1.0) -> None:
-        self.schedule, self.seq_lens, self.scale = schedule, seq_lens, scale
+    def __init__(
+        self, schedule: Schedule, seq_lens: list[int], scale: float = 1.0, softcap: float | None = None
+    ) -> None:
+        self.schedule, self.seq_lens, self.scale, self.softcap = schedule, seq_lens, scale, softcap
         self.writes = torch.zeros(0, dtype=torch.int64)  # how often each partial result was written
 
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -188,7 +190,10 @@ class Emulation:
         place = kv_len - query_len + token.unsqueeze(1)  # absolute positions of the query tokens
         position = torch.arange(first, last)
         hidden = (position > place) | (position < place - window_left)
-        scores = (query[row, token, head] @ key[row, first:last].T * self.scale).masked_fill(hidden, float("-inf"))
+        scores = query[row, token, head] @ key[row, first:last].T * self.scale
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.masked_fill(hidden, float("-inf"))
         weight = scores.logsumexp(-1) if last > first else torch.full((len(packed),), float("-inf"))
         out = torch.exp(scores - weight.clamp(min=-1e30).unsqueeze(1)) @ value[row, first:last]
         num_chunks = -(-min(max(kv_len, 1), window_left + tile) // chunk) if split else 1
