@@ -59,7 +59,9 @@ class AttentionShape:
 class AttentionBackend(Protocol):
     """Stores the new K/V and attends, as one op that can be compiled, recorded and captured."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For people."""
 
     def plan(self, buckets: Sequence[Bucket], block_tables: torch.Tensor) -> None:
         """Get ready for decode steps of `buckets`. `block_tables` `[max rows, P]` int32 is the static tensor whose

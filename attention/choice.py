@@ -52,8 +52,9 @@ class Line:
         for name in RANGES:
             if len(entry[name]) != 2 or entry[name][0] > entry[name][1]:
                 raise ValueError(f"{name} of the attention table must be [first, last], got {entry[name]}")
-        ranges = {name: (int(entry[name][0]), int(entry[name][1])) for name in RANGES}
-        return Line(**ranges, **{name: int(entry[name]) for name in EXACT}, backend=entry["backend"])
+        values: dict[str, Any] = {name: (int(entry[name][0]), int(entry[name][1])) for name in RANGES}
+        values |= {name: int(entry[name]) for name in EXACT}
+        return Line(**values, backend=entry["backend"])
 
     def fits(self, bucket: Bucket, shape: AttentionShape) -> bool:
         values = {"rows": bucket.rows, "query_len": bucket.query_len, "context": shape.longest}

@@ -81,6 +81,8 @@ class Fa2Backend:
 
     def prepare(self, inputs: AttnInputs) -> None:
         bucket = self._buckets[Bucket(inputs.seq_lens.shape[0], inputs.query_len)]
+        same = inputs.block_tables.data_ptr() == bucket.block_tables.data_ptr()
+        assert same, "FA2 reads the static block tables that it was planned with, whatever a step brings"
         bucket.last_page_len.copy_(inputs.seq_lens - (self._shape.longest - self._shape.page_size))
         for planned in bucket.plans.values():
             if planned.schedule is not None:
@@ -116,7 +118,6 @@ class Fa2Backend:
         store_kv(kv_cache, key, value, slot_mapping)
         rows, heads, _, head_dim = query.shape
         bucket = self._buckets[Bucket(rows, query_len)]
-        assert block_tables.data_ptr() == bucket.block_tables.data_ptr(), "FA2 reads the static block tables only"
         out = torch.empty((rows, query_len, heads, head_dim), dtype=query.dtype, device=query.device)
         bucket.plans[AttentionSpec(scale, window, softcap)].wrapper.run(
             q=query.transpose(1, 2).reshape(rows * query_len, heads, head_dim),
@@ -127,9 +128,7 @@ class Fa2Backend:
         return out
 
     def _plan_bucket(self, bucket: Bucket, block_tables: torch.Tensor, ample: torch.Tensor) -> _Bucket:
-        last_page_len = torch.full(
-            (bucket.rows,), self._shape.page_size, dtype=torch.int32, device=self._shape.device
-        )
+        last_page_len = torch.full((bucket.rows,), self._shape.page_size, dtype=torch.int32, device=self._shape.device)
         plans = {spec: self._plan_spec(bucket, spec, block_tables, last_page_len, ample) for spec in self._shape.specs}
         return _Bucket(last_page_len, block_tables, plans)
 

@@ -144,8 +144,8 @@ def parse_plan(vector: Any, *, split: bool) -> PlanInfo:
     numbers = [int(n) for n in vector]
     if len(numbers) != len(PlanInfo._fields):
         raise UnsupportedAttentionError(
-            f"FlashInfer's plan has {len(numbers)} numbers, not {len(PlanInfo._fields)}: this version is not supported, "
-            "install 0.6.18"
+            f"FlashInfer's plan has {len(numbers)} numbers, not {len(PlanInfo._fields)}: this version is not "
+            "supported, install 0.6.18"
         )
     info = PlanInfo(*numbers)
     assert info.enable_cuda_graph == 1, f"the plan is not one for graphs: {info}"

@@ -28,7 +28,9 @@ class Fa2Prefill(Planless):
     def __init__(self, shape: AttentionShape, machine: Machine, in_flight: int) -> None:
         self._shape = shape
         flashinfer: Any = load_flashinfer()
-        packed_rows = 2 * machine.num_sms // shape.num_kv_heads * MAX_TILE  # of a split plan; others need no float workspace
+        packed_rows = (
+            2 * machine.num_sms // shape.num_kv_heads * MAX_TILE
+        )  # of a split plan; others need no float workspace
         size = shape.num_heads * packed_rows * (shape.head_dim + 1) * 4 + 64
         shared = torch.empty(size, dtype=torch.uint8, device=shape.device)  # stream order keeps the launches apart
         self._turns = [

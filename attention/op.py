@@ -56,8 +56,10 @@ class OwnedOp:
             return alive(*args)
 
         unique = f"{name}_{id(self):x}"
-        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        self._library.define(unique + SCHEMA)
-        self._library.impl(unique, implementation, "CompositeExplicitAutograd")
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._library.define(unique + SCHEMA)  # type: ignore[no-untyped-call]
+        self._library.impl(  # type: ignore[no-untyped-call]
+            unique, implementation, "CompositeExplicitAutograd"
+        )
         torch.library.register_fake(f"{NAMESPACE}::{unique}", fake_attend, lib=self._library)
         self.overload = getattr(torch.ops.paged_attention, unique).default

@@ -184,7 +184,8 @@ class PagedModel:
         """One token through the model with a backend that only counts: every layer must call it exactly once."""
         device = next(self.module.parameters()).device
         one = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        inputs = AttnInputs(*(torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)))
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        inputs = AttnInputs(zero, zero, zero, zero)
         with torch.no_grad():
             self.forward(one, one, inputs, 1)
         calls = [cast(_CountingBackend, m.paged_backend).specs for m in self.attention_modules]

@@ -65,6 +65,20 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "step", checked)
 
 
+@pytest.fixture(scope="session")
+def host_planner(pytestconfig: pytest.Config) -> Any:
+    """FlashInfer's planner, compiled for the CPU on first use; skips where that cannot be."""
+    from emulated_fa2 import HostPlanner, build_planner, flashinfer_data, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    from flashinfer.version import __version__
+
+    cache = pytestconfig.cache
+    assert cache is not None
+    return HostPlanner(build_planner(flashinfer_data(), cache.mkdir(f"flashinfer-{__version__}")))
+
+
 @functools.cache
 def _original(architecture: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM

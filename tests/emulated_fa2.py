@@ -49,7 +49,9 @@ def build_planner(data: Path, folder: Path) -> Path:
         command += ["-gencode", "arch=compute_90a,code=sm_90a", f"-I{data / 'include'}", *(f"-I{p}" for p in cccl)]
         command += ["-DFIXED_UNIFORM_Q_LEN"] if "bool fixed_uniform_q_len, cudaStream_t" in scheduler else []
         partial = library.with_suffix(".partial.so")
-        subprocess.run([*command, *map(str, (SOURCES / "planner.cu", SOURCES / "fake_runtime.cc")), "-o", str(partial)], check=True)
+        subprocess.run(
+            [*command, *map(str, (SOURCES / "planner.cu", SOURCES / "fake_runtime.cc")), "-o", str(partial)], check=True
+        )
         partial.rename(library)
     return library
 
@@ -86,8 +88,8 @@ class HostPlanner:
         *rest: Any,
     ) -> list[int]:
         """The arguments of FlashInfer's compiled `plan`; raises RuntimeError with the planner's own message."""
-        numbers = (total_num_rows, batch_size, num_qo_heads, num_kv_heads, head_dim_vo, page_size, enable_cuda_graph)
-        numbers += (window_left, fixed_split_size, disable_split_kv, uniform_q_len, fixed_uniform_q_len)
+        numbers = [total_num_rows, batch_size, num_qo_heads, num_kv_heads, head_dim_vo, page_size, enable_cuda_graph]
+        numbers += [window_left, fixed_split_size, disable_split_kv, uniform_q_len, fixed_uniform_q_len]
         out, message = (ctypes.c_int64 * 16)(), ctypes.create_string_buffer(500)
         tensors = (float_workspace, int_workspace, pinned_workspace, qo_indptr, kv_indptr)
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
@@ -161,12 +163,16 @@ class Emulation:
         self.writes = torch.zeros(size, dtype=torch.int64)
         masked = split or schedule.info.block_valid_mask_offset > 0  # without a mask every block of the grid runs
         valid = schedule.valid.tolist() if masked else [1] * schedule.info.padded_batch_size
+        done: set[tuple[int, int, int]] = set()
         q_tile, kv_tile = schedule.q_tile.tolist(), schedule.kv_tile.tolist()
         for block in range(schedule.info.padded_batch_size):
             if not valid[block]:
                 continue
             row = request[block]
             assert 0 <= row < rows, f"block {block} works on row {row}"
+            if (work := (row, q_tile[block], kv_tile[block])) in done and not split:
+                continue  # the same numbers to the same place
+            done.add(work)
             tokens, places = self._block(row, q_tile[block], kv_tile[block], query, key, value)
             out, weight, token, head = tokens
             target = torch.tensor([o_indptr[row] + p for p in places])
@@ -213,7 +219,7 @@ class Emulation:
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lens: list[int], window: int | None) -> Any:
     """Textbook attention of the same tensors in float64."""
-    rows, query_len = query.shape[:2]
+    query_len = query.shape[1]
     out = torch.zeros(query.shape, dtype=torch.float64)
     for row, n in enumerate(lens):
         place, position = torch.arange(n - query_len, n).view(-1, 1), torch.arange(n)

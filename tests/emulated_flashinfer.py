@@ -1,8 +1,9 @@
-"""FlashInfer's real Python on the CPU: its wrappers plan with its real planner, and what would be the launch of a kernel
-is emulated from the very arguments the kernel would get."""
+"""FlashInfer's real Python on the CPU: its wrappers plan with its real planner, and where they would launch a kernel,
+the kernel is emulated from the very arguments it would get."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -39,13 +40,9 @@ class FakeGpu:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put this in the place of the GPU, in the modules of FlashInfer that look for one."""
-        import flashinfer.decode
-        import flashinfer.prefill
-        import flashinfer.xqa
-
         empty = torch.empty
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
-        modules: Any = (flashinfer.decode, flashinfer.prefill, flashinfer.xqa)
+        modules = [importlib.import_module(f"flashinfer.{name}") for name in ("decode", "prefill", "xqa")]
         fakes: dict[str, Callable[..., Any]] = {
             "get_compute_capability": lambda device: (9, 0),
             "get_device_sm_count": lambda device: 132,
@@ -86,7 +83,7 @@ class FakeGpu:
             out = emulation.run(query[:, :, head], key[:, head], value[:, head])
             run["out"].unflatten(0, (rows, -1)).unflatten(2, (kv_heads, -1))[:, :, head] = out.to(run["out"].dtype)
             if schedule.info.split_kv:
-                assert int(emulation.writes.max()) == 1
+                assert int(emulation.writes.max()) == 1, "a partial result is written twice"
 
     def _prefill(self, run: dict[str, Any], lens: list[int]) -> None:
         starts = run["qo_indptr"].tolist()
@@ -110,9 +107,7 @@ class FakeGpu:
         scale = run["q_scale"] * run["kv_scale"] / run["q"].shape[-1] ** 0.5
         for row, n in enumerate(lens):
             query, out = (run[name][row].view(query_len, -1, run["q"].shape[-1]) for name in ("q", "out"))
-            out.copy_(
-                textbook(query, key[row, :, :n], value[row, :, :n], scale, run["sliding_win_size"] or None, None)
-            )
+            out.copy_(textbook(query, key[row, :, :n], value[row, :, :n], scale, run["sliding_win_size"] or None, None))
             if query_len > 1:
                 words = run["mask"][row].view(torch.int32)
                 seen = torch.tensor([[(int(words[i, j // 32]) >> (j % 32)) & 1 for j in range(query_len)]
@@ -123,9 +118,9 @@ class FakeGpu:
 
 def kv_lens(run: dict[str, Any]) -> list[int]:
     """The lengths the kernel computes: in 32 bits without sign, so a negative last page wraps to the true length."""
-    pages = run["kv_indptr"].diff().to(torch.int64)
     page_size = run["k_cache"].shape[2]
-    return [((n - 1) * page_size + last) & 0xFFFFFFFF for n, last in zip(pages.tolist(), run["last_page_len"].tolist(), strict=True)]  # fmt: skip
+    pairs = zip(run["kv_indptr"].diff().tolist(), run["last_page_len"].tolist(), strict=True)
+    return [((pages - 1) * page_size + last) & 0xFFFFFFFF for pages, last in pairs]
 
 
 def gather(run: dict[str, Any], name: str, lens: list[int]) -> torch.Tensor:

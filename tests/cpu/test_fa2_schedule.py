@@ -4,27 +4,15 @@ emulated, finds every partial result written exactly once and the result equal t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from emulated_fa2 import Emulation, HostPlanner, build_planner, dense, flashinfer_data, host_plan, why_not
+from emulated_fa2 import Emulation, HostPlanner, dense, host_plan
 
 from attention.planner import PlanInfo, Problem, Schedule
 
 LONGEST = 3000
 WORST = 1e-5
-
-
-@pytest.fixture(scope="module")
-def planner(pytestconfig: pytest.Config) -> Iterator[HostPlanner]:
-    if reason := why_not():
-        pytest.skip(reason)
-    import flashinfer
-
-    folder = pytestconfig.cache.mkdir(f"flashinfer-{flashinfer.__version__}")  # type: ignore[union-attr]
-    yield HostPlanner(build_planner(flashinfer_data(), folder))
 
 
 def emulate(schedule: Schedule, lens: list[int], seed: int = 0) -> tuple[float, torch.Tensor]:
@@ -54,12 +42,12 @@ def random_lens(rng: random.Random, rows: int, query_len: int, longest: int = LO
 
 @pytest.mark.flashinfer
 @pytest.mark.parametrize("window", [None, 1, 40, 700])
-def test_one_plan_serves_every_length_through_the_device_planner(planner: HostPlanner, window: int | None) -> None:
+def test_one_plan_serves_every_length_through_the_device_planner(host_planner: HostPlanner, window: int | None) -> None:
     rng = random.Random(window)
     for _ in range(16):
         rows, query_len = rng.choice((1, 2, 3, 7, 16, 33, 64)), rng.choice((1, 2, 4, 6, 9))
         problem = Problem(rows, query_len, rng.choice((1, 4, 8)), rng.choice((8, 16, 48, 128)), window)
-        schedule = host_plan(planner, [LONGEST] * rows, problem)
+        schedule = host_plan(host_planner, [LONGEST] * rows, problem)
         if not schedule.info.split_kv:  # the tiles alone fill the grid
             assert problem.tiles(schedule.info.cta_tile_q) * rows >= 33
             continue
@@ -69,19 +57,20 @@ def test_one_plan_serves_every_length_through_the_device_planner(planner: HostPl
             schedule.write(torch.tensor(lens, dtype=torch.int32))
             schedule.check(torch.tensor(lens))
             assert_exact(schedule, lens, seed)
-        assert host_plan(planner, random_lens(rng, rows, query_len), problem).info == baked  # the grid never changes
+        again = host_plan(host_planner, random_lens(rng, rows, query_len), problem)
+        assert again.info == baked  # grid, tile and offsets do not depend on lengths
 
 
 @pytest.mark.flashinfer
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_host_plan_of_the_true_lengths_is_exact_and_passes_the_same_check(
-    planner: HostPlanner, window: int | None
+    host_planner: HostPlanner, window: int | None
 ) -> None:
     rng = random.Random(3)
     for rows, query_len in ((4, 4), (1, 8), (16, 1), (9, 5)):
         problem = Problem(rows, query_len, 4, 16, window)
         lens = random_lens(rng, rows, query_len)
-        schedule = host_plan(planner, lens, problem)
+        schedule = host_plan(host_planner, lens, problem)
         schedule.check(torch.tensor(lens))
         assert_exact(schedule, lens)
 
@@ -90,27 +79,27 @@ UPPER, FEWER_CHUNKS, SAME_CHUNKS = [2000, 300, 1500, 40], [1000, 290, 700, 33], 
 
 
 @pytest.mark.flashinfer
-def test_an_upper_bound_is_enough_for_one_query_token_only(planner: HostPlanner) -> None:
+def test_an_upper_bound_is_enough_for_one_query_token_only(host_planner: HostPlanner) -> None:
     """The reason this planner exists, and the proof that these tests can fail."""
     single, several = (Problem(4, query_len, 4, 16, None) for query_len in (1, 4))
-    assert emulate(host_plan(planner, UPPER, single), FEWER_CHUNKS)[0] < WORST
-    assert emulate(host_plan(planner, UPPER, several), SAME_CHUNKS)[0] < WORST
-    error, writes = emulate(host_plan(planner, UPPER, several), FEWER_CHUNKS)
+    assert emulate(host_plan(host_planner, UPPER, single), FEWER_CHUNKS)[0] < WORST
+    assert emulate(host_plan(host_planner, UPPER, several), SAME_CHUNKS)[0] < WORST
+    error, writes = emulate(host_plan(host_planner, UPPER, several), FEWER_CHUNKS)
     assert error > 0.1
     assert int(writes.max()) > 1
-    assert emulate(host_plan(planner, UPPER, several, fixed_split_size=32), FEWER_CHUNKS)[0] > 0.1
+    assert emulate(host_plan(host_planner, UPPER, several, fixed_split_size=32), FEWER_CHUNKS)[0] > 0.1
     # A lower bound drops tokens even for one.
-    assert emulate(host_plan(planner, UPPER, single), [2400, 310, 1600, 60])[0] > 1e-3
+    assert emulate(host_plan(host_planner, UPPER, single), [2400, 310, 1600, 60])[0] > 1e-3
 
 
 @pytest.mark.flashinfer
 @pytest.mark.parametrize("window", [None, 50])
-def test_without_a_split_one_plan_serves_every_length(planner: HostPlanner, window: int | None) -> None:
+def test_without_a_split_one_plan_serves_every_length(host_planner: HostPlanner, window: int | None) -> None:
     rng = random.Random(4)
     for rows, query_len in ((4, 4), (40, 6), (3, 1)):
         problem = Problem(rows, query_len, 4, 16, window)
         for _ in range(4):
-            schedule = host_plan(planner, [64] * rows, problem, disable_split_kv=True)
+            schedule = host_plan(host_planner, [64] * rows, problem, disable_split_kv=True)
             lens = random_lens(rng, rows, query_len)
             real = rows * problem.tiles(schedule.info.cta_tile_q)
             if schedule.info.block_valid_mask_offset == 0 and real < schedule.info.padded_batch_size:
@@ -127,7 +116,8 @@ def plan_info(blocks: int, problem: Problem, tile: int) -> tuple[PlanInfo, torch
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // 16) * 16)
-    info = PlanInfo(blocks, problem.rows * problem.query_len, 0, tile, *starts[:6], 0, 0, starts[6], 1, 1)
+    numbers = (blocks, problem.rows * problem.query_len, 0, tile, *starts[:6], 0, 0, starts[6], 1, 1)
+    info = PlanInfo._make(numbers)
     return info, torch.zeros(starts[6] + blocks, dtype=torch.uint8)
 
 

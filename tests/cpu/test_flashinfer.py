@@ -8,39 +8,31 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
-from emulated_fa2 import HostPlanner, build_planner, flashinfer_data, why_not
+from emulated_fa2 import HostPlanner
 from emulated_flashinfer import FakeGpu
 from same_text import NearTies, Scorer, assert_same_text
 
 import graphspec.runner
-from attention import AttentionShape, AttentionSpec, AttnInputs, Bucket, Machine
+from attention import AttentionShape, AttentionSpec, AttnInputs, Bucket, KVLayout, Machine, allocate_kv_cache
 from attention.choice import Choice
 from attention.create import decode_backend
 from attention.flashinfer_guards import FA2, FA2_SPLIT, NAMES, XQA
 from attention.flashinfer_prefill import Fa2Prefill
 from attention.per_bucket import PerBucket
 from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.model import PagedModel
 
 pytestmark = pytest.mark.flashinfer
 
 H200 = Machine((9, 0), 132)
 PAGE, WIDTH = 16, 40
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value
 SPECS = (AttentionSpec(0.25), AttentionSpec(0.25, window=50))
 
 
-@pytest.fixture(scope="module")
-def planner(pytestconfig: pytest.Config) -> HostPlanner:
-    if reason := why_not():
-        pytest.skip(reason)
-    import flashinfer
-
-    folder = pytestconfig.cache.mkdir(f"flashinfer-{flashinfer.__version__}")  # type: ignore[union-attr]
-    return HostPlanner(build_planner(flashinfer_data(), folder))
-
-
 @pytest.fixture
-def gpu(planner: HostPlanner, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    fake = FakeGpu(planner)
+def gpu(host_planner: HostPlanner, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu(host_planner)
     fake.install(monkeypatch)
     return fake
 
@@ -55,7 +47,9 @@ def shape_of(**changes: Any) -> AttentionShape:
 
 def backend_of(name: str, shape: AttentionShape) -> PerBucket:
     """`name` for decode steps and FA2 for prefill, in float32 too, which only the emulated kernels compute."""
-    return PerBucket(lambda _: Choice(name, "test"), lambda n: decode_backend(n, shape, H200), Fa2Prefill(shape, H200, 3))
+    return PerBucket(
+        lambda _: Choice(name, "test"), lambda n: decode_backend(n, shape, H200), Fa2Prefill(shape, H200, 3)
+    )
 
 
 class Step:
@@ -66,16 +60,14 @@ class Step:
         self.tables = torch.randperm(rows * WIDTH).view(rows, WIDTH).to(torch.int32)
         self.cache = torch.randn(rows * WIDTH, 2, shape.num_kv_heads, PAGE, shape.head_dim, dtype=shape.dtype)
 
-    def inputs(self, lens: list[int], query_len: int) -> tuple[tuple[torch.Tensor, ...], AttnInputs]:
+    def inputs(self, lens: list[int], query_len: int) -> tuple[Triple, AttnInputs]:
         rows, shape = len(lens), self.shape
         lengths = torch.tensor(lens, dtype=torch.int32)
         places = lengths.unsqueeze(1) - query_len + torch.arange(query_len)
         slots = self.tables[:rows].gather(1, places // PAGE).long() * PAGE + places % PAGE
         starts = torch.arange(rows + 1, dtype=torch.int32) * query_len
         query = torch.randn(rows, shape.num_heads, query_len, shape.head_dim, dtype=shape.dtype)
-        key, value = (
-            torch.randn(rows, shape.num_kv_heads, query_len, shape.head_dim, dtype=shape.dtype) for _ in range(2)
-        )
+        key, value = torch.randn(2, rows, shape.num_kv_heads, query_len, shape.head_dim, dtype=shape.dtype)
         return (query, key, value), AttnInputs(self.tables[:rows], lengths, starts, slots.flatten(), query_len)
 
 
@@ -110,14 +102,12 @@ def test_a_stale_schedule_is_wrong_and_prepare_is_what_repairs_it(gpu: FakeGpu) 
     backend.prepare(inputs)
     _, shorter = step.inputs([40, 150, 4], 4)
     shorter = shorter._replace(slot_mapping=inputs.slot_mapping)
-    with pytest.raises(AssertionError):  # the length the kernel sees is new, its schedule is not
-        next(iter(backend.buffers().values())).copy_(shorter.seq_lens - (WIDTH - 1) * PAGE)
-        out = backend.attend(*tensors, step.cache, shorter, SPECS[0])
-        expected = torch.ops.paged_attention.reference(*tensors, step.cache, *shorter, *SPECS[0])
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    expected = torch.ops.paged_attention.reference(*tensors, step.cache, *shorter, *SPECS[0])
+    next(iter(backend.buffers().values())).copy_(shorter.seq_lens - (WIDTH - 1) * PAGE)
+    with pytest.raises(AssertionError, match="written twice"):  # the kernel sees new lengths, its schedule is old
+        torch.testing.assert_close(backend.attend(*tensors, step.cache, shorter, SPECS[0]), expected)
     backend.prepare(shorter)
     out = backend.attend(*tensors, step.cache, shorter, SPECS[0])
-    expected = torch.ops.paged_attention.reference(*tensors, step.cache, *shorter, *SPECS[0])
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -149,7 +139,7 @@ def test_what_fa2_gets_is_static_and_by_address(gpu: FakeGpu, name: str) -> None
     assert {first["last_page_len"].data_ptr() for first in gpu.ran} <= written
     assert ({first["int_workspace"].data_ptr() for first in gpu.ran} <= written) == (name == FA2_SPLIT)
     with pytest.raises(AssertionError, match="static block tables"):
-        backend.attend(*tensors, step.cache, inputs._replace(block_tables=step.tables.clone()), SPECS[0])
+        backend.prepare(inputs._replace(block_tables=step.tables.clone()))
 
 
 def test_what_xqa_gets(gpu: FakeGpu) -> None:
@@ -182,12 +172,12 @@ def test_prefill_is_planned_from_exact_lengths_in_turns(gpu: FakeGpu) -> None:
         places = [torch.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
         slots = torch.cat([step.tables[r, p // PAGE].long() * PAGE + p % PAGE for r, p in enumerate(places)])
         inputs = AttnInputs(step.tables[:rows], lengths, starts, slots)
-        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        tensors = [torch.randn(1, h, total, shape.head_dim) for h in heads]
+        query, key, value = torch.randn(3, 1, shape.num_heads, total, shape.head_dim)
+        tensors = (query, key[:, :2], value[:, :2])
         backend.plan_prefill(inputs.block_tables, lengths, starts)
         for spec in SPECS:
             expected = torch.ops.paged_attention.reference(*tensors, step.cache, *inputs, *spec)
-            out = backend.attend(*tensors, step.cache, inputs, spec)  # type: ignore[arg-type]
+            out = backend.attend(*tensors, step.cache, inputs, spec)
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     pinned = [args[2].data_ptr() for args in gpu.planned]
     assert len(set(pinned)) == 3 * len(SPECS)  # in_flight turns
@@ -231,16 +221,36 @@ def test_an_op_goes_with_its_backend(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_model_compiles_as_one_region_with_the_ops_in_it(gpu: FakeGpu, name: str) -> None:
+    torch.manual_seed(0)
+    layout = KVLayout(3, 2 * WIDTH, PAGE, 2, 12, torch.float32)
+    model = PagedModel(tiny_model())
+    specs = model.bind(allocate_kv_cache(layout, torch.device("cpu")))
+    shape = shape_of(num_heads=4, head_dim=12, specs=specs)
+    step, backend = Step(shape, 2), backend_of(name, shape)
+    backend.plan([Bucket(2, 4)], step.tables)
+    model.attend_with(backend)
+    _, inputs = step.inputs([40, 4], 4)
+    backend.prepare(inputs)
+    tokens, positions = torch.randint(3, 200, (2, 4)), torch.tensor([[36, 37, 38, 39], [0, 1, 2, 3]])
+    with torch.no_grad():
+        expected = model.forward(tokens, positions, inputs, 0)
+        compiled = torch.compile(model.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+        assert torch.equal(compiled(tokens, positions, inputs, 0), expected)
+    model.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("architecture", "k"), [("llama", 3), ("mistral", 0)])
 def test_an_engine_gives_the_text_of_the_reference(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str, architecture: str, k: int
 ) -> None:
     """Recorded graphs, run-ahead, chunked prefill, padding rows, sliding windows: lengths known to the device only."""
-    prompts = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], list(range(20, 70))]
-    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    prompts = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], list(range(20, 70)), [4], [8, 8]]  # 5 rows in the graph of 6
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
 
     def run(**config: Any) -> list[list[int]]:
-        settings = {"max_num_seqs": 4, "max_model_len": 96, "max_prefill_tokens": 24, "num_speculative_tokens": k}
+        settings: Any = {"max_num_seqs": 6, "max_model_len": 96, "max_prefill_tokens": 24, "num_speculative_tokens": k}
         with Engine(tiny_model(architecture), config=EngineConfig(**settings, debug=True, **config)) as engine:
             texts = [c.token_ids for c in engine.generate(prompts, params, progress=False)]
             assert engine.stats().off_graph_decode_steps == 0
