@@ -25,7 +25,7 @@ WORKSPACE = 1 << 20
 def why_not() -> str | None:
     """Why the tests of this folder cannot run here, None if they can."""
     if importlib.util.find_spec("flashinfer") is None or importlib.util.find_spec("tvm_ffi") is None:
-        return "needs flashinfer-python and apache-tvm-ffi (make flashinfer)"
+        return "needs flashinfer-python and apache-tvm-ffi (make test installs them where nvcc is)"
     return None if shutil.which("nvcc") else "needs nvcc to build FlashInfer's planner"
 
 

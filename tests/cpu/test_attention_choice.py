@@ -134,9 +134,7 @@ def test_auto_on_a_gpu_without_flashinfer_warns(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention.create, "missing", lambda: "flashinfer-python is not installed: pip install it")
     with pytest.warns(UserWarning, match="torch reference, which is slow on a GPU: flashinfer-python is not installed"):
         assert isinstance(create_backend("auto", shape_of()), ReferenceBackend)
-    with pytest.raises(
-        UnsupportedAttentionError, match=r'"flashinfer_xqa": flashinfer-python is not installed.*"auto"'
-    ):
+    with pytest.raises(UnsupportedAttentionError, match=r'"flashinfer_xqa": flashinfer-python.*"auto"'):
         create_backend(XQA, shape_of())
 
 
