@@ -261,7 +261,7 @@ def test_an_engine_gives_the_text_of_the_reference(
     def create(_: str, shape: AttentionShape, **__: Any) -> PerBucket:
         return backend_of(name, shape)
 
-    monkeypatch.setattr(graphspec.runner, "create_backend", create)
+    monkeypatch.setattr(graphspec.runner, "create_attention", create)
     emulated = run()
     assert gpu.xqa_ran if name == XQA else any(args[11] for args in gpu.planned)
     ties, scorer = NearTies(), Scorer(tiny_model(architecture))
