@@ -3,14 +3,21 @@ emulated, finds every partial result written exactly once and the result equal t
 
 from __future__ import annotations
 
+import itertools
 import random
+import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
-from emulated_fa2 import Emulation, HostPlanner, dense, host_plan
+from emulated_fa2 import Emulation, Heads, HostPlanner, dense, host_plan
 
-from attention.planner import PlanInfo, Problem, Schedule
+from attention.planner import PlanInfo, Problem, Schedule, cta_tile_q
+from graphs import PersistentBuffers, RegionCompiler, capture, create_backend
 
+CAN_COMPILE = shutil.which("g++") is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs g++ and the Python headers")
 LONGEST = 3000
 WORST = 1e-5
 
@@ -75,6 +82,15 @@ def test_a_host_plan_of_the_true_lengths_is_exact_and_passes_the_same_check(
         assert_exact(schedule, lens)
 
 
+@pytest.mark.flashinfer
+def test_the_tile_rule_is_the_planners(host_planner: HostPlanner) -> None:
+    for query_len, group in itertools.product((1, 2, 5, 9, 17, 40), (1, 3, 4, 8)):
+        for head_dim in (64, 128, 256):
+            heads = Heads(num_heads=8 * group, head_dim=head_dim)
+            info = host_plan(host_planner, [100, 100], Problem(2, query_len, group, 16, None), heads).info
+            assert info.cta_tile_q == cta_tile_q(query_len * group, head_dim)
+
+
 UPPER, FEWER_CHUNKS, SAME_CHUNKS = [2000, 300, 1500, 40], [1000, 290, 700, 33], [1997, 297, 1497, 37]
 
 
@@ -118,7 +134,7 @@ def plan_info(blocks: int, problem: Problem, tile: int) -> tuple[PlanInfo, torch
         starts.append(starts[-1] + -(-size // 16) * 16)
     numbers = (blocks, problem.rows * problem.query_len, 0, tile, *starts[:6], 0, 0, starts[6], 1, 1)
     info = PlanInfo._make(numbers)
-    return info, torch.zeros(starts[6] + blocks, dtype=torch.uint8)
+    return info, torch.zeros(starts[6] + -(-blocks // 16) * 16, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("window", [None, 1, 300])
@@ -150,10 +166,8 @@ def test_the_check_finds_every_kind_of_wrong_schedule() -> None:
             schedule.check(lens)
 
 
-def test_the_schedule_is_capturable() -> None:
-    """The ops of `write` are recorded once and follow new lengths."""
-    from graphs import PersistentBuffers, capture, record
-
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_the_schedule_is_captured_once_and_follows_new_lengths(compiled: bool) -> None:
     problem = Problem(3, 4, 4, 16, None)
     schedule = Schedule(*plan_info(30, problem, 16), problem)
     buffers = PersistentBuffers()
@@ -163,7 +177,8 @@ def test_the_schedule_is_capturable() -> None:
         schedule.write(lens)
         return schedule.chunk
 
-    graph = capture(step, buffers, key="schedule", backend=record)
+    backend = create_backend(torch.device("cpu"), RegionCompiler() if compiled else None)
+    graph = capture(step, buffers, key="schedule", backend=backend)
     for new in ([2000, 5, 90], [4, 4, 4], [129, 128, 2999]):
         lens.copy_(torch.tensor(new))
         graph.replay()
