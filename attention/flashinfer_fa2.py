@@ -61,7 +61,7 @@ class Fa2Backend:
             self._buckets[bucket] = self._plan_bucket(bucket, block_tables[: bucket.rows], ample)
         plans = [planned for bucket in self._buckets.values() for planned in bucket.plans.values()]
         need = max((float_bytes(planned.info, self._shape.num_heads) for planned in plans), default=0)
-        shared = torch.empty(max(need, 16), dtype=torch.uint8, device=self._shape.device)  # one step runs at a time
+        shared = torch.zeros(max(need, 16), dtype=torch.uint8, device=self._shape.device)  # one step runs at a time
         for planned in plans:
             planned.wrapper.reset_workspace_buffer(
                 float_workspace_buffer=shared, int_workspace_buffer=planned.int_workspace

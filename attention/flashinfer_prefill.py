@@ -32,7 +32,7 @@ class Fa2Prefill(Planless):
             2 * machine.num_sms // shape.num_kv_heads * MAX_TILE
         )  # of a split plan; others need no float workspace
         size = shape.num_heads * packed_rows * (shape.head_dim + 1) * 4 + 64
-        shared = torch.empty(size, dtype=torch.uint8, device=shape.device)  # stream order keeps the launches apart
+        shared = torch.zeros(size, dtype=torch.uint8, device=shape.device)  # stream order keeps the launches apart
         self._turns = [
             {
                 spec: flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper(

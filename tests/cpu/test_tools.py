@@ -106,6 +106,20 @@ def test_the_scheduler_benchmark_prints_the_agreed_line(
     assert {"commit", "device", "config", "schedule_us", "staging_us", "commit_us"} <= set(line)
 
 
+def test_attention_cost_follows_the_true_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Block tables for 16,384 tokens; what a short row costs is far from what a long one costs."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    bench = importlib.import_module("bench_attention")
+    bench.main(["--lengths", "32", "8192", "--capacity", "16384", "--rows", "2", "--repeats", "3"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["config"]["length"] for line in lines] == [32, 8192]
+    assert lines[1]["seconds"] > 5 * lines[0]["seconds"]
+    with pytest.raises(SystemExit, match="lengths must lie between"):
+        bench.main(["--lengths", "3"])
+
+
 @pytest.mark.flashinfer
 def test_built_kernels_lie_where_flashinfer_looks_first(host_planner: object, tmp_path: Path) -> None:
     """With modules that are already built, so that no compiler runs; FlashInfer itself says that it finds them."""
