@@ -218,6 +218,7 @@ def test_an_op_goes_with_its_backend(gpu: FakeGpu) -> None:
     del backend, inner
     gc.collect()
     assert alive() is None
+    assert not hasattr(torch.ops.paged_attention, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
