@@ -18,8 +18,7 @@ import torch
 
 from attention.backend import AttentionShape, AttentionSpec
 from attention.flashinfer_guards import FA2, FA2_SPLIT, Machine, load_flashinfer, parse_plan
-from attention.kv_cache import store_kv
-from attention.op import OwnedOp
+from attention.op import KernelBackend
 from attention.planner import PlanInfo, Problem, Schedule
 from attention.types import AttnInputs, Bucket
 
@@ -44,15 +43,14 @@ class _Bucket:
     plans: dict[AttentionSpec, _Planned]
 
 
-class Fa2Backend:
+class Fa2Backend(KernelBackend):
     """Decode steps on FA2, with or without a split of the keys."""
 
     def __init__(self, shape: AttentionShape, machine: Machine, *, split: bool) -> None:
-        self.name = FA2_SPLIT if split else FA2
+        super().__init__(FA2_SPLIT if split else FA2)
         self._shape, self._machine, self._split = shape, machine, split
         self._flashinfer: Any = load_flashinfer()
         self._buckets: dict[Bucket, _Bucket] = {}
-        self._op = OwnedOp(self.name, self._run)
 
     def plan(self, buckets: Sequence[Bucket], block_tables: torch.Tensor) -> None:
         # Offsets into the float workspace do not depend on its size: plan with more than enough, keep what is needed.
@@ -76,9 +74,6 @@ class Fa2Backend:
             found.update({f"{where}.schedule{i}": planned.int_workspace for i, planned in enumerate(scheduled)})
         return found
 
-    def plan_prefill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start: torch.Tensor) -> None:
-        pass
-
     def prepare(self, inputs: AttnInputs) -> None:
         bucket = self._buckets[Bucket(inputs.seq_lens.shape[0], inputs.query_len)]
         same = inputs.block_tables.data_ptr() == bucket.block_tables.data_ptr()
@@ -88,44 +83,12 @@ class Fa2Backend:
             if planned.schedule is not None:
                 planned.schedule.write(inputs.seq_lens)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        inputs: AttnInputs,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._op.overload(query, key, value, kv_cache, *inputs, *spec)
-        return out
-
-    def _run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        query_len: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        store_kv(kv_cache, key, value, slot_mapping)
-        rows, heads, _, head_dim = query.shape
-        bucket = self._buckets[Bucket(rows, query_len)]
-        out = torch.empty((rows, query_len, heads, head_dim), dtype=query.dtype, device=query.device)
-        bucket.plans[AttentionSpec(scale, window, softcap)].wrapper.run(
-            q=query.transpose(1, 2).reshape(rows * query_len, heads, head_dim),
-            paged_kv_cache=kv_cache,
-            out=out.view(rows * query_len, heads, head_dim),
-            enable_pdl=False,  # the kernel reads its schedule before it waits for the kernels that wrote it
-        )
-        return out
+    def launch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, inputs: AttnInputs, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        bucket = self._buckets[Bucket(inputs.seq_lens.shape[0], inputs.query_len)]
+        # Without PDL: the kernel reads its schedule before it waits for the kernels that wrote it.
+        bucket.plans[spec].wrapper.run(q=query, paged_kv_cache=kv_cache, out=out, enable_pdl=False)
 
     def _plan_bucket(self, bucket: Bucket, block_tables: torch.Tensor, ample: torch.Tensor) -> _Bucket:
         last_page_len = torch.full((bucket.rows,), self._shape.page_size, dtype=torch.int32, device=self._shape.device)

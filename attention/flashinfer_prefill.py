@@ -6,26 +6,24 @@ from typing import Any
 
 import torch
 
-from attention.backend import AttentionShape, AttentionSpec, Planless
+from attention.backend import AttentionShape, AttentionSpec
 from attention.flashinfer_guards import Machine, load_flashinfer
-from attention.kv_cache import store_kv
-from attention.op import OwnedOp
+from attention.op import KernelBackend
 from attention.types import AttnInputs
 
 INT_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own default
 MAX_TILE = 128
 
 
-class Fa2Prefill(Planless):
+class Fa2Prefill(KernelBackend):
     """Packed chunks on FA2.
 
     A plan is staged in a pinned workspace that the device reads later, so plans take turns on `in_flight` sets of
     workspaces: as many as there can be launches whose copies have not run yet.
     """
 
-    name = "flashinfer_prefill"
-
     def __init__(self, shape: AttentionShape, machine: Machine, in_flight: int) -> None:
+        super().__init__("flashinfer_prefill")
         self._shape = shape
         flashinfer: Any = load_flashinfer()
         packed_rows = (
@@ -46,7 +44,6 @@ class Fa2Prefill(Planless):
             ints = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
             wrapper.reset_workspace_buffer(float_workspace_buffer=shared, int_workspace_buffer=ints)
         self._turn = 0
-        self._op = OwnedOp(self.name, self._run)
 
     def plan_prefill(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start: torch.Tensor) -> None:
         self._turn = (self._turn + 1) % len(self._turns)
@@ -74,40 +71,8 @@ class Fa2Prefill(Planless):
                 seq_lens=seq_lens,
             )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        inputs: AttnInputs,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._op.overload(query, key, value, kv_cache, *inputs, *spec)
-        return out
-
-    def _run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        query_len: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        store_kv(kv_cache, key, value, slot_mapping)
-        _, heads, tokens, head_dim = query.shape
-        out = torch.empty((1, tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-        self._turns[self._turn][AttentionSpec(scale, window, softcap)].run(
-            q=query.transpose(1, 2).reshape(tokens, heads, head_dim),
-            paged_kv_cache=kv_cache,
-            out=out.view(tokens, heads, head_dim),
-            enable_pdl=False,
-        )
-        return out
+    def launch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, inputs: AttnInputs, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        wrapper = self._turns[self._turn][spec]
+        wrapper.run(q=query, paged_kv_cache=kv_cache, out=out, enable_pdl=False)

@@ -9,10 +9,9 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from attention.backend import AttentionShape, AttentionSpec, Planless
+from attention.backend import AttentionShape, AttentionSpec
 from attention.flashinfer_guards import XQA, load_flashinfer
-from attention.kv_cache import store_kv
-from attention.op import OwnedOp
+from attention.op import KernelBackend
 from attention.types import AttnInputs, Bucket
 
 SEMAPHORE_BYTES = 8 << 20  # the kernel's share of the workspace; its counters return to zero by themselves
@@ -20,18 +19,16 @@ WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 MAX_ROWS_PER_BLOCK = 32  # (query token, head of the group) pairs of one thread block
 
 
-class XqaBackend(Planless):
+class XqaBackend(KernelBackend):
     """Decode steps on XQA. Every row, padding included, must have seq_len >= 1 + k."""
 
-    name = XQA
-
     def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(XQA)
         self._shape = shape
         self._flashinfer: ModuleType = load_flashinfer()
         # Zeroed, once: the semaphores start at zero. Shared with no other kernel.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._masks: dict[int, torch.Tensor] = {}  # by query_len, for the largest bucket
-        self._op = OwnedOp(XQA, self._run)
 
     def plan(self, buckets: Sequence[Bucket], block_tables: torch.Tensor) -> None:
         for query_len in {bucket.query_len for bucket in buckets}:
@@ -41,54 +38,27 @@ class XqaBackend(Planless):
             if query_len > 1:
                 self._masks[query_len] = causal_mask(rows, query_len).to(self._shape.device)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        inputs: AttnInputs,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._op.overload(query, key, value, kv_cache, *inputs, *spec)
-        return out
-
-    def _run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        query_len: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        assert softcap is None, "refused at start-up"
-        store_kv(kv_cache, key, value, slot_mapping)
-        rows, heads, _, head_dim = query.shape
-        out = torch.empty((rows, query_len, heads, head_dim), dtype=query.dtype, device=query.device)
+    def launch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, inputs: AttnInputs, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        assert spec.softcap is None, "refused at start-up"
+        rows, query_len = inputs.seq_lens.shape[0], inputs.query_len
         self._flashinfer.decode.xqa_batch_decode_with_kv_cache(
-            query=query.transpose(1, 2).reshape(rows * query_len, heads, head_dim),
+            query=query,
             kv_cache=kv_cache,
             workspace_buffer=self._workspace,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
+            block_tables=inputs.block_tables,
+            seq_lens=inputs.seq_lens,
             max_seq_len=self._shape.longest,
-            bmm1_scale=scale,
+            bmm1_scale=spec.scale,
             bmm2_scale=1.0,
-            window_left=-1 if window is None else window - 1,
-            out=out if query_len > 1 else out.squeeze(1),
+            window_left=-1 if spec.window is None else spec.window - 1,
+            out=out.view(rows, query_len, *out.shape[1:]) if query_len > 1 else out,
             kv_layout="HND",
             enable_pdl=False,  # the lengths are written by the graph's own earlier kernels
             q_len_per_req=query_len,
             mask=self._masks[query_len][:rows] if query_len > 1 else None,
         )
-        return out
 
 
 def causal_mask(rows: int, query_len: int) -> torch.Tensor:

@@ -192,7 +192,7 @@ def test_the_ops_pass_opcheck_and_compile(gpu: FakeGpu, name: str) -> None:
     tensors, inputs = step.inputs([40, 300, 4], 4)
     backend.prepare(inputs)
     inner: Any = backend._backends[name]
-    torch.library.opcheck(inner._op.overload, (*tensors, step.cache, *inputs, *SPECS[0]))
+    torch.library.opcheck(inner.op, (*tensors, step.cache, *inputs, *SPECS[0]))
 
     def twice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         first = backend.attend(query, key, value, cache, inputs, SPECS[0])
@@ -213,7 +213,7 @@ def test_an_op_goes_with_its_backend(gpu: FakeGpu) -> None:
     backend = backend_of(XQA, shape)
     backend.plan([Bucket(1, 1)], Step(shape, 1).tables)
     inner: Any = backend._backends[XQA]
-    name, alive = inner._op.overload._schema.name.removeprefix("paged_attention::"), weakref.ref(inner)
+    name, alive = inner.op._schema.name.removeprefix("paged_attention::"), weakref.ref(inner)
     assert hasattr(torch.ops.paged_attention, name)
     del backend, inner
     gc.collect()
