@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+NUM_CANDIDATES = 32
 MIN_CHUNK = 128  # tokens; shorter chunks do not pay for their merge, says FlashInfer's own planner
 
 
@@ -80,21 +81,12 @@ class Schedule:
         self.valid = workspace[info.block_valid_mask_offset : info.block_valid_mask_offset + blocks]  # bool bytes
 
     def write(self, seq_lens: torch.Tensor) -> None:
-        """Make the schedule of `seq_lens` `[rows]` (each >= query_len), on their device and without reading them.
-
-        A row of n tokens in chunks of c needs tiles * ceil(n / c) blocks. With c >= tiles * sum(n) / (blocks - tiles *
-        rows) all rows together need at most `blocks`, whatever the lengths.
-        """
+        """Make the schedule of `seq_lens` `[rows]` (each >= query_len), on their device and without reading them."""
         info, problem = self.info, self.problem
         blocks, rows, query_len = info.padded_batch_size, problem.rows, problem.query_len
         tiles = problem.tiles(info.cta_tile_q)
         reach = self._reach(seq_lens)
-        spare = blocks - tiles * rows
-        if spare > 0:
-            granule = -(-MIN_CHUNK // problem.page_size) * problem.page_size
-            chunk = _ceil_div(_ceil_div(reach.sum() * tiles, spare), granule) * granule
-        else:  # the tiles alone fill the grid: one chunk each
-            chunk = reach.max()
+        chunk = self._choose_chunk(reach)
         chunks = _ceil_div(reach, chunk)  # [rows]
         ends = (chunks * tiles).cumsum(0)
         block = torch.arange(blocks, device=seq_lens.device)
@@ -109,6 +101,25 @@ class Schedule:
         self.chunk.copy_(chunk)
         self.o_indptr[1:].copy_((chunks * query_len).cumsum(0))
         self.merge_indptr[1:].copy_(chunks.repeat_interleave(query_len, output_size=rows * query_len).cumsum(0))
+
+    def _choose_chunk(self, reach: torch.Tensor) -> torch.Tensor:
+        """Tokens per chunk, the smallest of a few candidates with which the rows fit into the grid.
+
+        A row of n tokens takes tiles * ceil(n / chunk) blocks. Less than tiles * sum(n) / blocks cannot fit; the
+        longest n always does, and so does tiles * sum(n) / (blocks - tiles * rows), whatever the lengths.
+        """
+        blocks, problem = self.info.padded_batch_size, self.problem
+        tiles = problem.tiles(self.info.cta_tile_q)
+        work, spare = reach.sum() * tiles, blocks - tiles * problem.rows
+        lowest, highest = _ceil_div(work, blocks), reach.max()
+        if spare > 0:
+            highest = torch.minimum(highest, _ceil_div(work, spare))
+        part = torch.arange(NUM_CANDIDATES, device=reach.device)
+        granule = -(-MIN_CHUNK // problem.page_size) * problem.page_size
+        candidates = lowest + _ceil_div((highest - lowest) * part, NUM_CANDIDATES - 1)
+        candidates = _ceil_div(candidates, granule) * granule  # ascending
+        needed = _ceil_div(reach, candidates.unsqueeze(1)).sum(1) * tiles
+        return torch.where(needed <= blocks, candidates, candidates[-1]).amin()
 
     def _reach(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """Keys that the blocks of each row have to visit, as the kernel counts them."""

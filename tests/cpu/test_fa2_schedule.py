@@ -91,6 +91,20 @@ def test_the_tile_rule_is_the_planners(host_planner: HostPlanner) -> None:
             assert info.cta_tile_q == cta_tile_q(query_len * group, head_dim)
 
 
+@pytest.mark.flashinfer
+def test_the_chunk_is_close_to_the_one_the_host_would_choose(host_planner: HostPlanner) -> None:
+    """The host searches all multiples of a page, the device 32 candidates."""
+    rng = random.Random(11)
+    for _ in range(60):
+        rows, query_len = rng.choice((1, 2, 5, 16, 30, 32)), rng.choice((1, 4))
+        problem = Problem(rows, query_len, 4, 16, None)
+        lens = random_lens(rng, rows, query_len)
+        schedule = host_plan(host_planner, lens, problem)
+        chosen = int(schedule.chunk)
+        schedule.write(torch.tensor(lens, dtype=torch.int32))
+        assert int(schedule.chunk) <= chosen + max(lens) / 31 + 128
+
+
 UPPER, FEWER_CHUNKS, SAME_CHUNKS = [2000, 300, 1500, 40], [1000, 290, 700, 33], [1997, 297, 1497, 37]
 
 
