@@ -2,6 +2,7 @@
 # make test   set everything up and run the tests
 # make check  ruff, mypy, layering, README snippets
 # make parity the whole real-model matrix against transformers; PROMPTS=file.jsonl names other prompts
+# make kernels ahead-of-time FlashInfer modules for a machine without network; SHAPE="--heads 32 ..." (needs nvcc)
 # make clean  remove what make made here (not the converted model in the user's cache)
 
 PYTHON ?= python3
@@ -9,6 +10,11 @@ VENV ?= .venv
 # A wheel index for torch alone, for platforms whose default torch is a CUDA build: see "Install" in the README.
 TORCH_INDEX ?=
 PROMPTS ?=
+# The FlashInfer whose planner and wrappers the tests drive, and whose modules `make kernels` builds.
+FLASHINFER := flashinfer-python==0.6.18.post1
+# Another version, whose signatures the tests read from its wheel.
+OTHER_FLASHINFER := flashinfer-python==0.6.17
+SHAPE ?= --heads 32 --kv-heads 8 --head-dim 128 --num-draft 0 3 5
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,17 +29,24 @@ KEEP :=
 EXTRA := ,cuda
 endif
 
-.PHONY: demo test check parity clean
+# Without a GPU, a CUDA compiler is still enough for FlashInfer's tests.
+NVCC := $(shell command -v nvcc 2>/dev/null)
+
+.PHONY: demo test check parity kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
 
-test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not parity and not gpu" -q
+test: $(VENV)/.test $(if $(NVCC),$(VENV)/.wheels $(if $(GPU),,$(VENV)/.flashinfer))
+	FLASHINFER_WHEELS=$(VENV)/wheels $(BIN)/python -m pytest -m "not parity and not gpu" -q \
+	  $(if $(NVCC),--flashinfer-required)
 
 parity: $(VENV)/.test
 	$(BIN)/python -m pytest tests/parity -q -s $(if $(PROMPTS),--prompts-file $(PROMPTS))
+
+kernels: $(VENV)/.flashinfer
+	$(BIN)/python tools/build_kernels.py $(SHAPE)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -63,6 +76,16 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) install -q $(KEEP) -e ".[demo,test$(EXTRA)]"
+	@touch $@
+
+# Alone, and not the extra "cuda": its other dependencies are large and serve kernels this project does not call.
+$(VENV)/.flashinfer: $(VENV)/.test
+	$(PIP) install -q --no-deps $(FLASHINFER) apache-tvm-ffi nvidia-ml-py
+	$(PIP) install -q $(KEEP) ninja filelock jinja2 packaging requests tqdm
+	@touch $@
+
+$(VENV)/.wheels: $(VENV)/.python
+	$(PIP) download -q --no-deps -d $(VENV)/wheels $(OTHER_FLASHINFER)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

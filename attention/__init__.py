@@ -1,17 +1,28 @@
 """Paged attention over block tables. Knows nothing of the engine."""
 
-from attention.backend import AttentionBackend, AttentionSpec, create_backend
+from attention.backend import AttentionBackend, AttentionShape, AttentionSpec, Planless, UnsupportedAttentionError
+from attention.choice import ChoiceTable, read_lines
+from attention.create import create_backend, flashinfer_backend
+from attention.flashinfer_guards import Machine
 from attention.kv_cache import allocate_kv_cache, store_kv
 from attention.reference import ReferenceBackend
-from attention.types import AttnInputs, KVLayout
+from attention.types import AttnInputs, Bucket, KVLayout
 
 __all__ = [
     "AttentionBackend",
+    "AttentionShape",
     "AttentionSpec",
     "AttnInputs",
+    "Bucket",
+    "ChoiceTable",
     "KVLayout",
+    "Machine",
+    "Planless",
     "ReferenceBackend",
+    "UnsupportedAttentionError",
     "allocate_kv_cache",
     "create_backend",
+    "flashinfer_backend",
+    "read_lines",
     "store_kv",
 ]

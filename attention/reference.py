@@ -11,21 +11,19 @@ from itertools import pairwise
 
 import torch
 
-from attention.backend import AttentionSpec
+from attention.backend import AttentionSpec, Planless
 from attention.kv_cache import store_kv
+from attention.op import NAMESPACE, SCHEMA, fake_attend
 from attention.types import AttnInputs
 
 # Keys visited at once; bounds the scratch memory of long contexts.
 BLOCK_TOKENS = 512
 
-torch.library.define(
-    "paged_attention::reference",
-    "(Tensor query, Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor block_tables, Tensor seq_lens, "
-    "Tensor query_start, Tensor slot_mapping, float scale, int? window, float? softcap) -> Tensor",
-)
+torch.library.define(f"{NAMESPACE}::reference", SCHEMA)
+torch.library.register_fake(f"{NAMESPACE}::reference", fake_attend)
 
 
-@torch.library.impl("paged_attention::reference", "CompositeExplicitAutograd")
+@torch.library.impl(f"{NAMESPACE}::reference", "CompositeExplicitAutograd")
 def paged_attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -35,6 +33,7 @@ def paged_attention_reference(
     seq_lens: torch.Tensor,
     query_start: torch.Tensor,
     slot_mapping: torch.Tensor,
+    query_len: int,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -54,24 +53,6 @@ def paged_attention_reference(
         for r, (a, b) in enumerate(pairwise(starts))
     ]
     return torch.cat(packed, dim=1)
-
-
-@torch.library.register_fake("paged_attention::reference")  # type: ignore[untyped-decorator]
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    batch, heads, length, head_dim = query.shape
-    return query.new_empty((batch, length, heads, head_dim))
 
 
 def _attend(
@@ -94,9 +75,7 @@ def _attend(
     q = (query.float() * scale).reshape(rows * kv_heads, group * length, head_dim)
     query_pos = seq_lens.unsqueeze(1) - length + torch.arange(length, device=query.device)  # [R, L]
 
-    longest = int(seq_lens.max())
-    first = 0 if window is None else max(0, int(seq_lens.min()) - length - window + 1)
-    first_page, end_page = first // page_size, -(-longest // page_size)
+    first_page, end_page = _page_range(seq_lens, length, window, page_size, block_tables.shape[1])
     block_pages = max(1, BLOCK_TOKENS // page_size)
     peak = q.new_full((rows * kv_heads, group * length, 1), -1e30)  # finite, so that a fully masked block adds zero
     total = q.new_zeros((rows * kv_heads, group * length, 1))
@@ -125,6 +104,17 @@ def _attend(
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
+def _page_range(
+    seq_lens: torch.Tensor, length: int, window: int | None, page_size: int, table_width: int
+) -> tuple[int, int]:
+    """Columns of the block tables that some row may see. On the CPU exactly those that the true lengths need; a CUDA
+    graph cannot read lengths, so there it is all of them and the mask does the rest: correct, and slow."""
+    if seq_lens.device.type != "cpu":
+        return 0, table_width
+    first = 0 if window is None else max(0, int(seq_lens.min()) - length - window + 1)
+    return first // page_size, -(-int(seq_lens.max()) // page_size)
+
+
 def _gather(kv_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of `pages` `[R, N]` as float32 `[R * Hkv, N * page_size, D]`, laid out for one batched product."""
     _, _, kv_heads, page_size, head_dim = kv_cache.shape
@@ -135,7 +125,7 @@ def _gather(kv_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, 
     return flat.index_select(0, index).view(shape).float(), flat.index_select(0, index + kv_heads).view(shape).float()
 
 
-class ReferenceBackend:
+class ReferenceBackend(Planless):
     """The torch backend: any device, any head size, sliding windows and soft caps."""
 
     name = "reference"

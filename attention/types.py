@@ -34,12 +34,22 @@ class KVLayout:
 class AttnInputs(NamedTuple):
     """Per-launch metadata, the same set for every backend, written on the device before the forward pass.
 
-    A launch holds R rows. Row r brings the query tokens `query_start[r] : query_start[r + 1]` of the flattened token
-    axis (T tokens); they are the *last* tokens of a sequence of `seq_lens[r]` tokens, and each attends causally to
-    everything up to itself. A padding row points at the scratch page and has `seq_lens` = its own query length.
+    A launch holds R rows: a decode step, in which every row brings equally many tokens, or packed chunks of prompts;
+    which of the two comes from the state of the requests, never from a shape. Row r brings the query tokens
+    `query_start[r] : query_start[r + 1]` of the flattened token axis (T tokens); they are the *last* tokens of a
+    sequence of `seq_lens[r]` tokens, and each attends causally to everything up to itself. A padding row points at the
+    scratch page and has `seq_lens` = its own query length.
     """
 
     block_tables: torch.Tensor  # [R, P] int32, page ids; entries without an own page hold the scratch page
     seq_lens: torch.Tensor  # [R] int32, tokens in the sequence, those of this launch included
     query_start: torch.Tensor  # [R + 1] int32
     slot_mapping: torch.Tensor  # [T] int64, page * page_size + offset of every query token's K/V
+    query_len: int = 0  # tokens of every row of a decode step, 1 + k; 0 for packed chunks
+
+
+class Bucket(NamedTuple):
+    """The shape of a decode step, all that a captured graph knows of its batch."""
+
+    rows: int
+    query_len: int  # 1 + k

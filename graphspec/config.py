@@ -30,7 +30,9 @@ class EngineConfig:
     max_prefill_tokens       prompt tokens per launch; decode rows never wait for this budget
     dtype                    "auto" (the checkpoint's), "float32", "bfloat16" or "float16"
     device                   "auto", "cpu" or "cuda"
-    attention_backend        "auto" or "reference"
+    attention_backend        "auto", "reference", "flashinfer_xqa", "flashinfer_fa2" (keys not split) or
+                             "flashinfer_fa2_split"; "auto" chooses per batch size, see attention/choice.py
+    attention_table          JSON file of measurements that "auto" follows where it has one
     capture                  "lazy" captures a graph when its key is first needed, "eager" captures all before serving,
                              "auto" is lazy on the CPU and eager on CUDA
     graph_rows               row counts that have a graph, ascending, max_num_seqs the last; a batch is padded up to
@@ -61,6 +63,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    attention_table: str | None = None
     capture: Literal["auto", "lazy", "eager"] = "auto"
     graph_rows: tuple[int, ...] | None = None
     self_test: bool = False

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from attention import AttentionBackend, Bucket
 from graphs import Backend, CapturedGraph, GraphKey, GraphStore, PersistentBuffers, compare_replay, poison
 from graphspec.iteration import DecodeInputs, Iteration
 from graphspec.state import SlotState
 
 
 class DecodeStep:
-    """Decode steps of up to `max_rows` rows. All methods run on the stream.
+    """Decode steps of the given shapes. All methods run on the stream.
 
     The static inputs are one set for all keys: the graph of R rows reads their leading R rows.
     """
@@ -22,15 +23,17 @@ class DecodeStep:
         iteration: Iteration,
         kv_caches: list[torch.Tensor],
         *,
-        max_rows: int,
+        buckets: list[Bucket],
         table_width: int,
         backend: Backend,
     ) -> None:
         buffers = PersistentBuffers()
         self._iteration = iteration
         self._kv_caches = {f"kv.{layer}": kv_cache for layer, kv_cache in enumerate(kv_caches)}
-        self.inputs = _allocate_inputs(buffers, max_rows, table_width, iteration.state.computed.device)
-        _register(buffers, iteration.state, self._kv_caches)
+        rows = max(bucket.rows for bucket in buckets)
+        self.inputs = _allocate_inputs(buffers, rows, table_width, iteration.state.computed.device)
+        iteration.attention.plan(buckets, self.inputs.block_tables)
+        _register(buffers, iteration.state, self._kv_caches, iteration.attention)
         self.store = GraphStore(buffers, backend, self.fill_with_padding)
 
     @property
@@ -107,9 +110,12 @@ def _allocate_inputs(buffers: PersistentBuffers, rows: int, width: int, device: 
     )
 
 
-def _register(buffers: PersistentBuffers, state: SlotState, kv_caches: dict[str, torch.Tensor]) -> None:
+def _register(
+    buffers: PersistentBuffers, state: SlotState, kv_caches: dict[str, torch.Tensor], attention: AttentionBackend
+) -> None:
     """Name everything that steps update in place."""
     fields = {n: t for n, t in state._asdict().items() if isinstance(t, torch.Tensor)}
     fields |= {f"sampling.{n}": t for n, t in state.sampling._asdict().items()}
-    for name, tensor in ({f"state.{n}": t for n, t in fields.items()} | kv_caches).items():
+    scratch = {f"attention.{n}": t for n, t in attention.buffers().items()}
+    for name, tensor in ({f"state.{n}": t for n, t in fields.items()} | kv_caches | scratch).items():
         buffers.add(name, tensor, writer="step")

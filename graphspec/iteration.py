@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention import AttnInputs
+from attention import AttentionBackend, AttnInputs
 from graphspec.drafting import Drafter
 from graphspec.sampling import sample
 from graphspec.state import SlotState
@@ -51,6 +51,7 @@ class Iteration:
     """What is fixed for every step of an engine."""
 
     forward: Forward
+    attention: AttentionBackend
     state: SlotState
     drafter: Drafter
     page_size: int
@@ -70,7 +71,9 @@ class Iteration:
             seq_lens=(computed + width).to(torch.int32),
             query_start=torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=tokens.device),
             slot_mapping=self._slot_mapping(inputs.block_tables, positions).flatten(),
+            query_len=width,
         )
+        self.attention.prepare(paged)
         logits = self.forward(tokens, positions, paged, 0)
         return self._finish(logits, tokens[:, 1:], inputs.row_slots, computed, legal, num_draft, sampler)
 

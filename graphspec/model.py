@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from attention import AttentionBackend, AttentionSpec, AttnInputs
+from attention import AttentionBackend, AttentionSpec, AttnInputs, Planless
 from graphspec.builtin_model import NAME as BUILTIN_NAME
 from graphspec.builtin_model import builtin_model_path
 
@@ -167,26 +167,31 @@ class PagedModel:
             dtype=next(module.parameters()).dtype,
         )
 
-    def bind(self, kv_caches: list[torch.Tensor], backend: AttentionBackend) -> None:
-        """Attach one KV tensor per layer. Raises UnsupportedModelError if a forward does not pass through each."""
+    def bind(self, kv_caches: list[torch.Tensor]) -> tuple[AttentionSpec, ...]:
+        """Attach one KV tensor per layer; returns the distinct specs of the layers, for the backend that `attend_with`
+        is given next. Raises UnsupportedModelError if a forward does not pass through each layer."""
         self.kv_caches = kv_caches
         for module, kv_cache in zip(self.attention_modules, kv_caches, strict=True):
             module.register_buffer("paged_kv", kv_cache, persistent=False)
             object.__setattr__(module, "paged_backend", _CountingBackend())
-        self._probe()
+        return self._probe()
+
+    def attend_with(self, backend: AttentionBackend) -> None:
         for module in self.attention_modules:
             object.__setattr__(module, "paged_backend", backend)
 
-    def _probe(self) -> None:
+    def _probe(self) -> tuple[AttentionSpec, ...]:
         """One token through the model with a backend that only counts: every layer must call it exactly once."""
         device = next(self.module.parameters()).device
         one = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        inputs = AttnInputs(*(torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)))
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        inputs = AttnInputs(zero, zero, zero, zero)
         with torch.no_grad():
             self.forward(one, one, inputs, 1)
-        calls = [cast(_CountingBackend, m.paged_backend).calls for m in self.attention_modules]
-        if not calls or set(calls) != {1}:
+        calls = [cast(_CountingBackend, m.paged_backend).specs for m in self.attention_modules]
+        if not calls or any(len(specs) != 1 for specs in calls):
             raise UnsupportedModelError("the model does not compute its attention through the attention interface")
+        return tuple(dict.fromkeys(specs[0] for specs in calls))
 
     def forward(
         self,
@@ -213,13 +218,13 @@ class PagedModel:
         self.module.set_attn_implementation(self._previous_attention)  # type: ignore[operator]
 
 
-class _CountingBackend:
+class _CountingBackend(Planless):
     """Stands in for attention in the probe: right shapes, no arithmetic."""
 
     name = "counting"
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.specs: list[AttentionSpec] = []
 
     def attend(
         self,
@@ -230,7 +235,7 @@ class _CountingBackend:
         inputs: AttnInputs,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        self.calls += 1
+        self.specs.append(spec)
         assert kv_cache.shape[2] == key.shape[1], "a layer has another number of KV heads than the configuration says"
         assert kv_cache.shape[4] == key.shape[3], "a layer has another head size than the configuration says"
         return torch.zeros_like(query.transpose(1, 2).contiguous())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attention import KVLayout, allocate_kv_cache
+from attention import AttentionShape, AttentionSpec, Bucket, KVLayout, allocate_kv_cache, read_lines
 from attention import create_backend as create_attention
 from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompiler, create_backend, create_stream
 from graphspec.config import EngineConfig, ResolvedConfig
@@ -74,11 +74,18 @@ class Runner:
         self.device = device
         self.graph_plan = graph_plan(user)
         self._model = model
-        attention = create_attention(user.attention_backend)
-        model.bind(allocate_kv_cache(kv_layout(model, user.page_size, config.num_pages), device), attention)
+        specs = model.bind(allocate_kv_cache(kv_layout(model, user.page_size, config.num_pages), device))
+        self._attention = create_attention(
+            user.attention_backend,
+            attention_shape(model, config, device, specs),
+            lines=read_lines(user.attention_table),
+            in_flight=user.depth + 2,
+        )
+        model.attend_with(self._attention)
         self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, device)
         self._iteration = Iteration(
             forward=model.forward,
+            attention=self._attention,
             state=self._state,
             drafter=drafter,
             page_size=user.page_size,
@@ -103,7 +110,7 @@ class Runner:
         self.decode_step = DecodeStep(
             self._iteration,
             model.kv_caches,
-            max_rows=user.max_num_seqs,
+            buckets=decode_buckets(self.graph_plan),
             table_width=config.table_width,
             backend=create_backend(device, self._compiler),
         )
@@ -152,6 +159,7 @@ class Runner:
         for admission in plan.admissions:
             admit(self._state, admission)
         if work.prefill is not None and plan.prefill is not None:
+            self._attention.plan_prefill(work.prefill.block_tables, work.prefill.seq_lens, work.prefill.query_start)
             on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in work.prefill))
             first = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
             staged.prefill_output[: len(first)].copy_(first, non_blocking=True)
@@ -183,6 +191,28 @@ def graph_plan(user: EngineConfig) -> GraphPlan:
     """Every graph the decode steps of an engine can ask for. Raises ValueError for rungs that leave holes."""
     ladder = BucketLadder.up_to(user.max_num_seqs) if user.graph_rows is None else BucketLadder(user.graph_rows)
     return GraphPlan(ladder, user.max_num_seqs, (user.num_speculative_tokens,), tuple(SAMPLERS))
+
+
+def decode_buckets(plan: GraphPlan) -> list[Bucket]:
+    """The shapes that decode steps can have, largest batch last."""
+    return [Bucket(rows, 1 + k) for k in plan.num_drafts for rows in plan.ladder.rungs]
+
+
+def attention_shape(
+    model: PagedModel, config: ResolvedConfig, device: torch.device, specs: tuple[AttentionSpec, ...]
+) -> AttentionShape:
+    """What an attention backend is asked for."""
+    facts = model.facts
+    return AttentionShape(
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        page_size=config.user.page_size,
+        table_width=config.table_width,
+        dtype=facts.dtype,
+        device=device,
+        specs=specs,
+    )
 
 
 def captures_at_start(user: EngineConfig, device: torch.device) -> bool:

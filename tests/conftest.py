@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prompts-file", help="prompts for the real-model tests: text lines or MT-bench jsonl")
+    parser.addoption("--flashinfer-required", action="store_true", help="a skipped FlashInfer test is a failure")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With --flashinfer-required, a FlashInfer test that is skipped fails."""
+    report = yield
+    required = item.config.getoption("--flashinfer-required")
+    if report.skipped and required and item.get_closest_marker("flashinfer") is not None:
+        report.outcome = "failed"
+        report.longrepr = f"FlashInfer tests are required here, and this one was skipped: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +76,20 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return outputs
 
     monkeypatch.setattr(Engine, "step", checked)
+
+
+@pytest.fixture(scope="session")
+def host_planner(pytestconfig: pytest.Config) -> Any:
+    """FlashInfer's planner, compiled for the CPU on first use; skips where that cannot be."""
+    from emulated_fa2 import HostPlanner, build_planner, flashinfer_data, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    from flashinfer.version import __version__
+
+    cache = pytestconfig.cache
+    assert cache is not None
+    return HostPlanner(build_planner(flashinfer_data(), cache.mkdir(f"flashinfer-{__version__}")))
 
 
 @functools.cache

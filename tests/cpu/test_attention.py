@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
+import attention.reference
 from attention import AttentionSpec, AttnInputs, ReferenceBackend
 from attention.reference import BLOCK_TOKENS
 
@@ -141,7 +142,7 @@ def test_what_no_sequence_owns_changes_nothing(case: Case, packed: bool) -> None
 def test_packing_rows_equals_running_them_one_by_one(case: Case) -> None:
     packed, alone = Launch(case, junk=0.0), Launch(case, junk=0.0)
     together = packed.run(packed=True)
-    tables, lens, starts, mapping = alone.inputs
+    tables, lens, starts, mapping, _ = alone.inputs
     for row, (a, b) in enumerate(pairwise(starts.tolist())):
         query, key, value = (t[:, :, a:b] for t in alone.tensors(packed=True))
         inputs = AttnInputs(tables[row : row + 1], lens[row : row + 1], starts[row : row + 2] - a, mapping[a:b])
@@ -164,7 +165,7 @@ def test_padding_rows_are_finite_and_real_rows_do_not_feel_them(page: int) -> No
         launch = Launch(Case((4, 4), (30, 4), page=page, window=20))
         torch.manual_seed(seed)
         query, key, value = (torch.cat((t, torch.randn(2, *t.shape[1:]))) for t in launch.tensors(packed=False))
-        tables, lens, _, mapping = launch.inputs
+        tables, lens, _, mapping, _ = launch.inputs
         tables = torch.cat((tables, torch.full_like(tables, launch.scratch)))
         mapping = torch.cat((mapping, (launch.scratch * page + torch.arange(4) % page).repeat(2)))
         starts = torch.arange(0, 17, 4, dtype=torch.int32)
@@ -208,3 +209,12 @@ def test_compiled_calls_mutate_the_cache_in_place_and_equal_eager() -> None:
     run = torch.compile(twice, fullgraph=True, backend="aot_eager")
     assert torch.equal(run(*compiled.tensors(packed=False), compiled.cache), expected)
     assert torch.equal(compiled.cache.nan_to_num(), eager.cache.nan_to_num())
+
+
+@ALL_CASES
+def test_without_a_look_at_the_lengths_the_results_are_the_same(
+    case: Case, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA graph has to do: visit every column of the block tables and leave the rest to the mask."""
+    monkeypatch.setattr(attention.reference, "_page_range", lambda lens, length, window, page, width: (0, width))
+    Launch(case).check(packed=packed)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,3 +104,37 @@ def test_the_scheduler_benchmark_prints_the_agreed_line(
     line = json.loads(capsys.readouterr().out)
     assert line["host_us_per_request"] > 0
     assert {"commit", "device", "config", "schedule_us", "staging_us", "commit_us"} <= set(line)
+
+
+def test_attention_cost_follows_the_true_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Block tables for 16,384 tokens; what a short row costs is far from what a long one costs."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    bench = importlib.import_module("bench_attention")
+    bench.main(["--lengths", "32", "8192", "--capacity", "16384", "--rows", "2", "--repeats", "3"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["config"]["length"] for line in lines] == [32, 8192]
+    assert lines[1]["seconds"] > 5 * lines[0]["seconds"]
+    with pytest.raises(SystemExit, match="lengths must lie between"):
+        bench.main(["--lengths", "3"])
+
+
+@pytest.mark.flashinfer
+def test_built_kernels_lie_where_flashinfer_looks_first(host_planner: object, tmp_path: Path) -> None:
+    """With modules that are already built, so that no compiler runs; FlashInfer itself says that it finds them."""
+    shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--num-draft", "3", "0", "--kinds", "xqa"]
+
+    def python(*command: str, path: str = str(TOOLS)) -> list[str]:
+        environment = {**os.environ, "PYTHONPATH": path, "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
+        run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
+        return run.stdout.splitlines()
+
+    list_specs = f"import build_kernels as b\nfor spec in b.specs(b.parse({shape})): print(spec.name, spec.is_aot)"
+    missing = python("-c", list_specs)
+    assert [line.split()[1] for line in missing] == ["False", "False"]
+    for name in (line.split()[0] for line in missing):
+        (tmp_path / "flashinfer_jit_cache" / name).mkdir(parents=True)
+        (tmp_path / "flashinfer_jit_cache" / name / f"{name}.so").write_bytes(b"built")
+    assert "MB to carry" in python(str(TOOLS / "build_kernels.py"), *shape, "--out", str(tmp_path))[-1]
+    assert [line.split()[1] for line in python("-c", list_specs, path=f"{tmp_path}:{TOOLS}")] == ["True"] * 2

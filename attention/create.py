@@ -1,0 +1,72 @@
+"""From the name in a configuration to a backend."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable
+
+from attention.backend import AttentionBackend, AttentionShape, UnsupportedAttentionError
+from attention.choice import ChoiceTable, Line
+from attention.flashinfer_guards import FA2, FA2_SPLIT, NAMES, XQA, Machine, missing, unsupported
+from attention.per_bucket import PerBucket
+from attention.reference import ReferenceBackend
+
+log = logging.getLogger(__name__)
+
+
+def create_backend(
+    name: str, shape: AttentionShape, *, lines: Iterable[Line] = (), in_flight: int = 3
+) -> AttentionBackend:
+    """The backend called `name`; "auto" is FlashInfer where it can serve `shape`, else the torch reference, and says
+    so. `lines` is a measured table for "auto"; `in_flight` bounds the launches whose prefill plans the device may not
+    have read yet.
+
+    Raises ValueError for an unknown name and UnsupportedAttentionError, in one sentence that names an alternative, for
+    a backend that cannot serve `shape`.
+    """
+    if name not in ("auto", "reference", *NAMES):
+        raise ValueError(f'unknown attention backend "{name}": use "auto", "reference" or one of {", ".join(NAMES)}')
+    if name == "reference":
+        return ReferenceBackend()
+    why = _why_no_flashinfer(shape)
+    if why is None:
+        machine = Machine.of(shape.device)
+        if name == "auto" and all(unsupported(other, shape, machine) for other in NAMES):
+            why = unsupported(FA2_SPLIT, shape, machine)
+        else:
+            return flashinfer_backend(ChoiceTable(shape, machine, lines, None if name == "auto" else name), in_flight)
+    if name != "auto":
+        raise UnsupportedAttentionError(f'attention_backend "{name}": {why}; use "auto" or "reference"')
+    if shape.device.type == "cuda":
+        warnings.warn(f"attention runs on the torch reference, which is slow on a GPU: {why}", stacklevel=2)
+    else:
+        log.info("attention runs on the torch reference: %s", why)
+    return ReferenceBackend()
+
+
+def flashinfer_backend(table: ChoiceTable, in_flight: int) -> PerBucket:
+    """FlashInfer for decode steps as `table` says, and for prefill if it can."""
+    from attention.flashinfer_prefill import Fa2Prefill
+
+    shape, machine = table.shape, table.machine
+    prefill: AttentionBackend = ReferenceBackend()
+    if (why := unsupported(FA2, shape, machine)) is None:
+        prefill = Fa2Prefill(shape, machine, in_flight)
+    else:
+        warnings.warn(f"prefill attends on the torch reference: {why}", stacklevel=3)
+    return PerBucket(table.choose, lambda name: decode_backend(name, shape, machine), prefill)
+
+
+def decode_backend(name: str, shape: AttentionShape, machine: Machine) -> AttentionBackend:
+    """The FlashInfer backend `name` for decode steps, unchecked."""
+    from attention.flashinfer_fa2 import Fa2Backend
+    from attention.flashinfer_xqa import XqaBackend
+
+    return XqaBackend(shape) if name == XQA else Fa2Backend(shape, machine, split=name == FA2_SPLIT)
+
+
+def _why_no_flashinfer(shape: AttentionShape) -> str | None:
+    if shape.device.type != "cuda":
+        return f"FlashInfer needs a GPU, the device is {shape.device}"
+    return missing()

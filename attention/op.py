@@ -1,0 +1,95 @@
+"""The op that every backend wraps itself in: store the new K/V, then attend.
+
+FlashInfer registers no torch ops, so under `torch.compile` and fake tensors its calls would run for real. Our op has
+one declared mutation, the KV cache of the layer, and a fake implementation.
+
+A backend that keeps plans needs an op that finds them, and an op is given only tensors and numbers. Such a backend
+(`KernelBackend`) owns an op whose implementation is a method of it: the dispatcher is the registry, and no table of
+handles outlives an engine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from attention.backend import AttentionSpec, Planless
+from attention.kv_cache import store_kv
+from attention.types import AttnInputs
+
+NAMESPACE = "paged_attention"
+SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor block_tables, Tensor seq_lens, "
+    "Tensor query_start, Tensor slot_mapping, int query_len, float scale, int? window, float? softcap) -> Tensor"
+)
+
+
+def fake_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`[B, Hq, L, D]` -> `[B, L, Hq, D]`, contiguous."""
+    batch, heads, length, head_dim = query.shape
+    return query.new_empty((batch, length, heads, head_dim))
+
+
+class KernelBackend(Planless):
+    """A backend around one kernel launch, as an op of its own, `paged_attention::<name>_<id>`.
+
+    The op lives as long as the backend and does not keep it alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        launch = weakref.WeakMethod(self.launch)
+
+        def implementation(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *rest: Any
+        ) -> torch.Tensor:
+            inputs, spec, alive = AttnInputs(*rest[:5]), AttentionSpec(*rest[5:]), launch()
+            assert alive is not None, "the backend of this op is gone"
+            store_kv(kv_cache, key, value, inputs.slot_mapping)
+            batch, heads, length, head_dim = query.shape
+            out = torch.empty((batch, length, heads, head_dim), dtype=query.dtype, device=query.device)
+            flat = query.transpose(1, 2).reshape(-1, heads, head_dim)
+            alive(flat, kv_cache, inputs, spec, out.view(-1, heads, head_dim))
+            return out
+
+        unique = f"{name}_{id(self):x}"
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._library.define(unique + SCHEMA)  # type: ignore[no-untyped-call]
+        self._library.impl(  # type: ignore[no-untyped-call]
+            unique, implementation, "CompositeExplicitAutograd"
+        )
+        torch.library.register_fake(f"{NAMESPACE}::{unique}", fake_attend, lib=self._library)
+        self.op = getattr(torch.ops.paged_attention, unique).default
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        inputs: AttnInputs,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.op(query, key, value, kv_cache, *inputs, *spec)
+        return out
+
+    def launch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, inputs: AttnInputs, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        """Attend with `query` `[T, Hq, D]`, whose K/V are stored, and write `out` `[T, Hq, D]`. Both contiguous."""
+        raise NotImplementedError
