@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,15 @@ from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompil
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
 from graphspec.drafting import Drafter
-from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs
+from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
+from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
+from graphspec.request import kind_parts
 from graphspec.sampling import SAMPLERS
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
 from graphspec.state import admit, allocate_state
 from graphspec.stats import GraphStats
-from graphspec.step import StepPlan, StepResult
+from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +50,18 @@ class Launched:
 
     def result(self) -> StepResult:
         """Copy the answer. Call after `event.wait()`."""
-        prefill, decode = self.plan.prefill, self.plan.decode
+        prefill, decode, staged = self.plan.prefill, self.plan.decode, self.staged
+        num_scored = 0 if prefill is None else int(prefill.num_scored.sum())
         return StepResult(
-            prefill=None if prefill is None else read_rows(self.staged.prefill_output, len(prefill.slots)),
-            decode=None if decode is None else read_rows(self.staged.decode_output, len(decode.slots)),
+            prefill=None if prefill is None else _read(prefill, staged.prefill_output, staged.prefill_logprobs),
+            decode=None if decode is None else _read(decode, staged.decode_output, staged.decode_logprobs),
             off_graph=self.off_graph,
+            prompt_logprobs=read_logprobs(staged.prompt_logprobs[:num_scored].numpy()) if num_scored else None,
         )
+
+
+def _read(rows: PrefillRows | DecodeRows, output: torch.Tensor, logprobs: torch.Tensor) -> RowResults:
+    return read_rows(output, len(rows.slots), logprobs if kind_parts(rows.sampler).logprobs else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +85,8 @@ class Runner:
         self._model = model
         attention = create_attention(user.attention_backend)
         model.bind(allocate_kv_cache(kv_layout(model, user.page_size, config.num_pages), device), attention)
-        self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, device)
+        vocab_size = model.facts.vocab_size
+        self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, vocab_size, device)
         self._iteration = Iteration(
             forward=model.forward,
             state=self._state,
@@ -84,7 +94,7 @@ class Runner:
             page_size=user.page_size,
             scratch_page=config.num_pages,
             max_model_len=config.max_model_len,
-            vocab_size=model.facts.vocab_size,
+            vocab_size=vocab_size,
         )
         sizes = StagingSizes(
             max_rows=user.max_num_seqs,
@@ -93,6 +103,7 @@ class Runner:
             num_draft=config.num_draft,
             scratch_slot=self._state.scratch_slot,
             scratch_page=config.num_pages,
+            logprob_width=logprob_width(vocab_size),
         )
         self._ring = StagingRing(sizes, user.depth, pin=device.type == "cuda")
         self.last_key: GraphKey | None = None
@@ -151,11 +162,13 @@ class Runner:
             admit(self._state, admission)
         if work.prefill is not None and plan.prefill is not None:
             on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in work.prefill))
-            first = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
-            staged.prefill_output[: len(first)].copy_(first, non_blocking=True)
+            first, scored = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
+            _copy_rows((staged.prefill_output, staged.prefill_logprobs), first)
+            if scored is not None:
+                _copy_rows((staged.prompt_logprobs,), (scored,))
         if decode is not None and key is not None:
             out = self.decode_step.run(key, decode, self._off_graph)
-            staged.decode_output[: key.rows].copy_(out, non_blocking=True)
+            _copy_rows((staged.decode_output, staged.decode_logprobs), out)
 
     def graph_stats(self) -> GraphStats:
         store = self.decode_step.store
@@ -169,6 +182,12 @@ class Runner:
     def close(self) -> None:
         self._stream.close()
         self._model.close()
+
+
+def _copy_rows(host: Iterable[torch.Tensor], device: StepTensors) -> None:
+    """Read back what a step returned: leading rows of as many host arrays as there are outputs."""
+    for target, source in zip(host, device, strict=False):
+        target[: len(source)].copy_(source, non_blocking=True)
 
 
 def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:

@@ -1,4 +1,6 @@
-"""Position-keyed sampling: a token is a pure function of logits, parameters and the key (seed, position).
+"""Position-keyed sampling: a token is a pure function of logits, parameters and a key.
+
+The key is (seed of the request, completion index, absolute position of the token, purpose).
 
 The token at absolute position p is argmax(processed logits / T + Gumbel(key at p)), which is an exact draw from the
 softmax of the processed logits (Gumbel-max trick; Maddison et al. 2014, arXiv:1411.0030). Temperature 0 adds no noise
@@ -14,7 +16,8 @@ import torch
 from graphspec.request import MAX_BOUNDED_TOP_K
 from graphspec.state import SamplingRows, as_int32
 
-SAMPLERS = ("greedy", "plain", "bounded", "sorted")
+EXTRAS = ("+processors", "+logprobs", "+processors+logprobs")
+SAMPLERS = ("greedy", "plain", "bounded", "sorted", *("bounded" + e for e in EXTRAS), *("sorted" + e for e in EXTRAS))
 
 # What the noise is for. Distinct purposes have independent noise.
 PURPOSE_TARGET = 0
@@ -34,7 +37,8 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
     The counter hash gives 31 bits m; u = (m + 1/2) / 2**31 lies strictly inside (0, 1), E = -log(1 - u) is a standard
     exponential and -log E the noise. Small E decide, and there u keeps all of its bits: the largest possible noise is
-    log(2**32), 22.2, and two vocabulary entries collide with probability 2**-31.
+    log(2**32), 22.2, in steps of one part in 2 m + 1; towards 1, u is rounded to 24 bits and the noise ends at -2.8.
+    Two vocabulary entries collide with probability 2**-31.
     """
     word = _mix(_mix(token_ids * as_int32(0x9E3779B9) ^ keys[..., 0]) + keys[..., 1])
     u = ((word & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
@@ -42,48 +46,43 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return -torch.log(exponential)
 
 
-def position_keys(seed: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
-    """Keys `[R, Q, 2]` (int32) from seeds `[R, 2]` and absolute positions `[R, Q]`."""
+def position_keys(seed: torch.Tensor, completion: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
+    """Keys `[R, Q, 2]` (int32) from seeds `[R, 2]`, completion indices `[R]` and absolute positions `[R, Q]`.
+
+    With mix the finaliser above, all modulo 2**32: the index moves both words of the seed, low by xor with
+    mix(0x9E3779B9 index), high by adding mix(0x85EBCA6B index), which is nothing for index 0. where = mix(position +
+    0x632BE5AB (purpose + 1)), a = mix(low xor where), b = mix(high + where + 0x7F4A7C15); the key is
+    (mix(a + b), mix(a xor mix(b))). Integers only, so it is the same on every device.
+    """
+    index = completion.unsqueeze(1)
+    low = seed[:, :1] ^ _mix(index * as_int32(0x9E3779B9))
+    high = seed[:, 1:] + _mix(index * as_int32(0x85EBCA6B))
     where = _mix(positions.to(torch.int32) + as_int32(0x632BE5AB * (purpose + 1)))
-    low = _mix(seed[:, :1] ^ where)
-    high = _mix(seed[:, 1:] + where + as_int32(0x7F4A7C15))
-    return torch.stack((_mix(low + high), _mix(low ^ _mix(high))), dim=-1)
+    a, b = _mix(low ^ where), _mix(high + where + as_int32(0x7F4A7C15))
+    return torch.stack((_mix(a + b), _mix(a ^ _mix(b))), dim=-1)
 
 
-def sample(logits: torch.Tensor, positions: torch.Tensor, params: SamplingRows, sampler: str) -> torch.Tensor:
+def sample(logits: torch.Tensor, positions: torch.Tensor, params: SamplingRows, base: str) -> torch.Tensor:
     """Token ids `[R, Q]` drawn from `logits` `[R, Q, V]` for absolute `positions` `[R, Q]`.
 
-    `sampler` names the kind of graph; it must serve every row (`request.sampler_kind`), and all kinds that serve a
-    row give it the same token. Rows at temperature 0 take the first largest logit in every kind.
+    `base` names how: "greedy", "plain" (noise), "bounded" (and top-k with what else, thresholds from the
+    MAX_BOUNDED_TOP_K most likely tokens) or "sorted" (any top-p). It must serve every row (`request.sampler_kind`), and
+    all that serve a row give it the same token. Rows at temperature 0 take the first largest logit in every kind.
     """
-    if sampler == "greedy":
+    if base == "greedy":
         return logits.argmax(dim=-1)
-    keys = position_keys(params.seed, positions, PURPOSE_TARGET).unsqueeze(-2)  # [R, Q, 1, 2]
     hot = (params.temperature > 0).view(-1, 1, 1)
     scaled = logits.float() / torch.where(hot, params.temperature.view(-1, 1, 1), 1.0)
-    if sampler == "bounded":
-        return _sample_bounded(scaled, keys, hot, params)
+    threshold = scaled.amax(dim=-1, keepdim=True) + _log_min_p(params)
+    if base == "sorted":
+        threshold = _threshold(scaled.sort(dim=-1, descending=True).values, params)
+    elif base == "bounded":
+        most_likely = scaled.topk(min(MAX_BOUNDED_TOP_K, scaled.shape[-1]), dim=-1).values
+        threshold = torch.where((params.top_k > 0).view(-1, 1, 1), _threshold(most_likely, params), threshold)
+    scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
+    keys = position_keys(params.seed, params.completion, positions, PURPOSE_TARGET).unsqueeze(-2)  # [R, Q, 1, 2]
     vocabulary = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    if sampler == "sorted":
-        ordered = scaled.sort(dim=-1, descending=True).values
-        scaled = scaled.masked_fill(scaled < _threshold(ordered, params), float("-inf"))
-    else:
-        scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + _log_min_p(params), float("-inf"))
     return (scaled + torch.where(hot, gumbel(keys, vocabulary), 0.0)).argmax(dim=-1)
-
-
-def _sample_bounded(scaled: torch.Tensor, keys: torch.Tensor, hot: torch.Tensor, params: SamplingRows) -> torch.Tensor:
-    """Hot rows draw from their most likely tokens, where noise is needed for these only.
-
-    Twice as many candidates as the widest top-k: tokens that tie with the k-th survive too, as in the other kinds.
-    """
-    values, ids = scaled.topk(min(2 * MAX_BOUNDED_TOP_K, scaled.shape[-1]), dim=-1)
-    scores = values + gumbel(keys, ids.to(torch.int32))
-    scores = scores.masked_fill(values < _threshold(values, params), float("-inf"))
-    # Equal scores go to the smallest id, as argmax over the vocabulary would have it.
-    best = scores == scores.amax(dim=-1, keepdim=True)
-    drawn = torch.where(best, ids, scaled.shape[-1]).amin(dim=-1)
-    return torch.where(hot.squeeze(-1), drawn, scaled.argmax(dim=-1))
 
 
 def _threshold(ordered: torch.Tensor, params: SamplingRows) -> torch.Tensor:
