@@ -49,9 +49,7 @@ def token_rules(
     longer = sorted(word for word in unique if len(word) > 1)
     too_long = next((word for word in longer if len(word) > MAX_PHRASE_TOKENS), None)
     if too_long is not None:
-        raise ValueError(
-            f"a bad word has {len(too_long)} tokens, at most {MAX_PHRASE_TOKENS} are supported: shorten it"
-        )
+        raise ValueError(f"a bad word has {len(too_long)} tokens and the limit is {MAX_PHRASE_TOKENS}: shorten it")
     phrases = [*(Phrase(word) for word in longer), *(Phrase((token,), until) for token in sorted(held_ids))]
     if len(phrases) > MAX_PHRASES:
         raise ValueError(

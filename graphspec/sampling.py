@@ -16,8 +16,10 @@ import torch
 from graphspec.request import MAX_BOUNDED_TOP_K
 from graphspec.state import SamplingRows, as_int32
 
+# How tokens are drawn; each serves what the ones before it serve. And every kind of graph, see `request.sampler_kind`.
+BASES = ("greedy", "plain", "bounded", "sorted")
 EXTRAS = ("+processors", "+logprobs", "+processors+logprobs")
-SAMPLERS = ("greedy", "plain", "bounded", "sorted", *("bounded" + e for e in EXTRAS), *("sorted" + e for e in EXTRAS))
+SAMPLERS = (*BASES, *(base + extras for base in BASES[2:] for extras in EXTRAS))
 
 # What the noise is for. Distinct purposes have independent noise.
 PURPOSE_TARGET = 0

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers
+from bench_common import params_for
 from graph_report import page
 from torch.utils._pytree import tree_leaves
 
@@ -146,13 +147,14 @@ def poisoned(args: argparse.Namespace) -> dict[str, Any]:
             "last_token",
             "speculation",
             *(f"sampling.{n}" for n in runner._state.sampling._fields),
+            *(f"processors.{n}" for n in runner._state.processors._fields),
         )
         padding |= {f"state.{name}": runner._state.scratch_slot for name in names}
 
         def work() -> list[str]:
             graph = capture_key(engine, key)
             real = stage_running_rows(engine, key)
-            return poison(graph, runner.store.buffers, padding, lambda out: [out[0][:real]])
+            return poison(graph, runner.store.buffers, padding, lambda outputs: [out[:real] for out in outputs])
 
         return {"key": key._asdict(), "violations": on_stream(engine, work)}
 
@@ -183,13 +185,13 @@ def show_coverage(result: dict[str, Any]) -> None:
     for (key, reason), group in groupby(result["timeline"], lambda s: (s["key"], s["off_graph"])):
         count = len(list(group))
         what = f"off graph: {reason}" if reason else "replay"
-        which = f"{key.rows:>4} rows, k = {key.num_draft}, {key.sampler:<8}"
+        which = f"{key.rows:>4} rows, k = {key.num_draft}, {key.sampler:<27}"
         print(f"steps {start:>5}..{start + count - 1:<5} {which} {what}")
         start += count
-    print(f"\n{'rows':>5} {'k':>3} {'sampler':>8} {'replays':>8} {'capture s':>10} {'ms/replay':>10} {'ops':>6}")
+    print(f"\n{'rows':>5} {'k':>3} {'sampler':>27} {'replays':>8} {'capture s':>10} {'ms/replay':>10} {'ops':>6}")
     for g in result["graphs"]:
         each, key = 1e3 * g["launch_seconds"] / max(1, g["num_replays"]), g["key"]
-        print(f"{key.rows:>5} {key.num_draft:>3} {key.sampler:>8} {g['num_replays']:>8} {g['capture_seconds']:>10.2f} "
+        print(f"{key.rows:>5} {key.num_draft:>3} {key.sampler:>27} {g['num_replays']:>8} {g['capture_seconds']:>10.2f} "
               f"{each:>10.2f} {g['num_ops'] or '':>6}")  # fmt: skip
     if result["never_replayed"]:
         print(f"captured and never replayed: {result['never_replayed']}")
@@ -213,9 +215,8 @@ def running_engine(args: argparse.Namespace) -> Engine:
         enforce_eager=True,
     )
     engine = Engine.from_pretrained(args.model, config)
-    temperature = 0.0 if args.sampler == "greedy" else 0.8
     for i in range(max(1, args.rows - 1)):
-        params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=temperature, seed=i)
+        params = params_for(args.sampler, max_tokens=100, ignore_eos=True, seed=i)
         engine.add_request([10 + i, 20, 30, 40, 20, 30, 40], params)
     for _ in range(6):
         engine.step()
