@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,8 +55,8 @@ class Scorer:
 
     @property
     def eos_ids(self) -> set[int]:
-        ids = self.model.generation_config.eos_token_id  # type: ignore[union-attr]
-        return set(ids) if isinstance(ids, list) else {ids} - {None}  # type: ignore[arg-type]
+        config: Any = self.model.generation_config
+        return set(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
 
 
 def assert_same_text(
