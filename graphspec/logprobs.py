@@ -23,7 +23,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """`[..., logprob_width]` (int32) for `tokens` `[...]` under `logits` `[..., V]`. Static shapes, capturable."""
     logits = logits.float()
     chosen = logits.gather(-1, tokens.unsqueeze(-1))
-    rank = (logits > chosen).sum(dim=-1, keepdim=True) + 1
+    rank = (logits > chosen).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
     top, top_ids = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
     values = torch.cat((chosen, top), dim=-1) - logits.logsumexp(dim=-1, keepdim=True)
     return torch.cat((torch.cat((rank, top_ids), dim=-1).to(torch.int32), values.view(torch.int32)), dim=-1)
