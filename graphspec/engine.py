@@ -394,15 +394,16 @@ class Engine:
             raise ValueError("the prompt is empty: give at least one token")
         if (params.stop or params.bad_words) and self._tokenizer is None:
             raise ValueError(
-                "stop strings and bad words need a tokenizer, and this engine has none: use stop_token_ids and "
-                "bad_words_ids"
+                "stop strings and bad words need a tokenizer, and this engine has none: "
+                "use stop_token_ids and bad_words_ids"
             )
+        bad_words = [*map(tuple, params.bad_words_ids), *spellings(params.bad_words, self._tokenizer)]
         for what, ids in (
             ("prompt", token_ids),
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("bad_words_ids", [token for word in params.bad_words_ids for token in word]),
+            ("bad words", [token for word in bad_words for token in word]),
         ):
             bad = next((token for token in ids if not 0 <= token < vocab), None)
             if bad is not None:
@@ -421,7 +422,7 @@ class Engine:
         return token_rules(
             allowed=params.allowed_token_ids,
             bias=params.logit_bias,
-            bad_words=[*map(tuple, params.bad_words_ids), *spellings(params.bad_words, self._tokenizer)],
+            bad_words=bad_words,
             held_ids=self._stop_ids(params) if params.min_tokens else (),
             until=len(token_ids) + params.min_tokens,
         )

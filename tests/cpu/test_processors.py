@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,9 +250,17 @@ def test_greedy_text_under_processors_is_that_of_generate(tiny_llama: Any) -> No
         assert found == expected[0, len(prompt) :].tolist()
 
 
-def test_bad_words_are_forbidden_as_the_tokenizer_writes_them() -> None:
+def test_bad_words_are_forbidden_as_the_tokenizer_writes_them(tiny_checkpoint: Path) -> None:
     tokenizer = byte_tokenizer()
     assert spellings(["ab"], tokenizer) == [tuple(tokenizer.encode(s, add_special_tokens=False)) for s in ("ab", " ab")]
+    letters = tokenizer.encode("abcdefgh", add_special_tokens=False)
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=2, allowed_token_ids=letters)
+    with Engine.from_pretrained(str(tiny_checkpoint), EngineConfig(max_model_len=64)) as engine:
+        text = engine.generate(["fed"], params, progress=False)[0].text
+        word = text[8:10]
+        without = engine.generate(["fed"], replace(params, bad_words=[word]), progress=False)[0].text
+    assert word in text
+    assert word not in without
 
 
 @pytest.mark.parametrize(
@@ -260,7 +269,7 @@ def test_bad_words_are_forbidden_as_the_tokenizer_writes_them() -> None:
         ({"bad_words_ids": [[1] * (MAX_PHRASE_TOKENS + 1)]}, "has 17 tokens and the limit is 16: shorten it"),
         ({"bad_words_ids": [[3, i] for i in range(MAX_PHRASES + 1)]}, "129 bad words .* more than the 128 entries"),
         ({"bad_words_ids": [[3, i] for i in range(MAX_PHRASES)], "min_tokens": 1}, "and 1 stop ids under min_tokens"),
-        ({"bad_words_ids": [[3, VOCAB]]}, f"token id {VOCAB} in bad_words_ids is outside"),
+        ({"bad_words_ids": [[3, VOCAB]]}, f"token id {VOCAB} in bad words is outside"),
         ({"allowed_token_ids": [-1]}, "token id -1 in allowed_token_ids"),
         ({"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB} in logit_bias"),
         ({"bad_words": ["x"]}, "need a tokenizer"),
