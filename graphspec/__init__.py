@@ -17,7 +17,7 @@ for _package in (graphs, attention):
 from graphspec.async_engine import AsyncEngine  # noqa: E402
 from graphspec.config import EngineConfig  # noqa: E402
 from graphspec.engine import Engine  # noqa: E402
-from graphspec.request import Completion, SamplingParams, StepOutput, Usage  # noqa: E402
+from graphspec.request import Completion, Logprob, SamplingParams, StepOutput, Usage  # noqa: E402
 from graphspec.stats import EngineStats  # noqa: E402
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Logprob",
     "SamplingParams",
     "StepOutput",
     "Usage",

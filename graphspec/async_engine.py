@@ -78,7 +78,7 @@ class AsyncEngine:
                     if isinstance(output, BaseException):
                         finished = True
                         raise RuntimeError(f"the engine stopped: {output}") from output
-                    finished = output.finish_reason is not None
+                    finished = output.finished
                     yield output
             finally:
                 if not finished:
@@ -153,7 +153,7 @@ class AsyncEngine:
             own = self._subscriptions.get(output.request_id)
             if own is not None:
                 by_loop[own.loop].append((own, output))
-            if output.finish_reason is not None:
+            if output.finished:
                 self._subscriptions.pop(output.request_id, None)
         for loop, items in by_loop.items():
             if not loop.is_closed():

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ RULE = "-" * 50
 
 @dataclass(frozen=True)
 class Report:
-    """One run: completions in the order of the prompts, and what it took. `seconds` leaves out loading the model."""
+    """One run: completions in the order of the prompts, equally many for each, and what it took. `seconds` leaves out
+    loading the model."""
 
     prompts: list[str]
     completions: list[Completion]
@@ -37,6 +38,10 @@ class Report:
     @property
     def tokens_per_second(self) -> float:
         return self.stats.num_output_tokens / self.seconds
+
+    def answers(self) -> Iterator[tuple[str, Completion]]:
+        each = len(self.completions) // len(self.prompts)
+        return ((self.prompts[i // each], completion) for i, completion in enumerate(self.completions))
 
 
 def run(
@@ -101,6 +106,11 @@ def _generate(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        n=args.n,
+        logprobs=args.logprobs,
         ignore_eos=args.ignore_eos,
         seed=args.seed if args.temperature else None,
     )
@@ -110,7 +120,7 @@ def _generate(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(report, args.model, config)))
         return 0
     if args.print_output or args.prompt:
-        for prompt, completion in zip(report.prompts, report.completions, strict=True):
+        for prompt, completion in report.answers():
             note = " [forced acceptance: not the model's text]" if completion.synthetic else ""
             print(f"{RULE}\nprompt: {prompt}\ngenerated text{note}: {completion.text}")
     print(RULE)
@@ -127,7 +137,7 @@ def _as_json(report: Report, model: str, config: EngineConfig) -> dict[str, Any]
         "tokens_per_second": report.tokens_per_second,
         "stats": dataclasses.asdict(report.stats),
         "completions": [
-            {"prompt": p, **dataclasses.asdict(c)} for p, c in zip(report.prompts, report.completions, strict=True)
+            {"prompt": prompt, **dataclasses.asdict(completion)} for prompt, completion in report.answers()
         ],
     }
 
@@ -149,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="0 is off")
     add("--top-p", type=float, default=1.0, help="1 is off")
     add("--min-p", type=float, default=0.0, help="0 is off")
+    add("--repetition-penalty", type=float, default=1.0, help="on tokens of prompt and answer; 1 is off")
+    add("--presence-penalty", type=float, default=0.0, help="on tokens of the answer; 0 is off")
+    add("--frequency-penalty", type=float, default=0.0, help="on tokens of the answer, per occurrence; 0 is off")
+    add("--n", type=int, default=1, help="answers per prompt")
+    add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of tokens and of the N best")
     add("--ignore-eos", action="store_true", help="always generate --max-tokens tokens")
     add("--seed", type=int, help="makes sampling reproducible: the same for every prompt, and for drawing seeds")
     add("--num-speculative-tokens", "--num_spec_tokens", "--num-spec-tokens", type=int, metavar="K",

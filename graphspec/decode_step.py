@@ -8,7 +8,7 @@ import torch
 
 from attention import AttentionBackend, Bucket
 from graphs import Backend, CapturedGraph, GraphKey, GraphStore, PersistentBuffers, compare_replay, poison
-from graphspec.iteration import DecodeInputs, Iteration
+from graphspec.iteration import DecodeInputs, Iteration, StepTensors
 from graphspec.state import SlotState
 
 
@@ -40,17 +40,17 @@ class DecodeStep:
     def buffers(self) -> PersistentBuffers:
         return self.store.buffers
 
-    def run(self, key: GraphKey, staged: DecodeInputs, off_graph: str) -> torch.Tensor:
+    def run(self, key: GraphKey, staged: DecodeInputs, off_graph: str) -> StepTensors:
         """Stage the inputs and run the step: on its graph, which is captured now if it is new, or off graph for the
-        given reason. Returns output rows that the next step may overwrite."""
+        given reason. The next step may overwrite what it returns."""
         if not off_graph and key not in self.store:
             self.capture(key)
         self.stage(staged)
         out = self.store.run_off_graph(key, off_graph, lambda: self.step(key)) if off_graph else self.store.replay(key)
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, tuple)
         return out
 
-    def step(self, key: GraphKey) -> torch.Tensor:
+    def step(self, key: GraphKey) -> StepTensors:
         """The function that is captured, for one key."""
         inputs = DecodeInputs(*(t[: key.rows] for t in self.inputs))
         return self._iteration.decode(inputs, key.num_draft, key.sampler)
@@ -89,7 +89,7 @@ class DecodeStep:
         self.inputs.row_slots[0] = 0
         self.inputs.block_tables[0, : len(pages)] = torch.tensor(pages)
         parts = dict.fromkeys(self._kv_caches, torch.tensor([*pages, iteration.scratch_page]))
-        found = poison(graph, self.padding(), lambda out: [out[0][:1]], parts=parts)
+        found = poison(graph, self.padding(), lambda outputs: [out[:1] for out in outputs], parts=parts)
         # A compiled record has no bit-equal oracle, and a CUDA graph of compiled code is compared with that code.
         if not getattr(graph.program, "rewritten", False):
             difference = compare_replay(graph, parts=parts)
@@ -115,7 +115,8 @@ def _register(
 ) -> None:
     """Name everything that steps update in place."""
     fields = {n: t for n, t in state._asdict().items() if isinstance(t, torch.Tensor)}
-    fields |= {f"sampling.{n}": t for n, t in state.sampling._asdict().items()}
+    for group in ("sampling", "processors"):
+        fields |= {f"{group}.{name}": tensor for name, tensor in getattr(state, group)._asdict().items()}
     scratch = {f"attention.{n}": t for n, t in attention.buffers().items()}
     for name, tensor in ({f"state.{n}": t for n, t in fields.items()} | kv_caches | scratch).items():
         buffers.add(name, tensor, writer="step")

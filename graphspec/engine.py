@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -30,6 +31,7 @@ from graphspec.request import (
     Usage,
     rank_of,
 )
+from graphspec.rules import TokenRules, spellings, token_rules
 from graphspec.runner import Launched, Runner, kv_layout
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
@@ -78,10 +80,10 @@ class Engine:
             )
         )
         self._in_flight: deque[Launched] = deque()
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, list[Request]] = {}  # completions that have not ended
         self._undelivered: list[StepOutput] = []
         self._seeds = random.Random(config.seed)
-        self._num_added = 0
+        self._num_added = self._num_arrived = 0  # requests, completions
         self._times = LoopTimes()
         self._watchdog = Watchdog(config.watchdog_seconds, self._report) if config.watchdog_seconds else nullcontext()
         self._failure: StreamError | None = None
@@ -105,7 +107,7 @@ class Engine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, cache_salt: str = ""
     ) -> str:
-        """Queue a request and return its id.
+        """Queue a request and return its id, which its `n` completions share.
 
         Requests of smaller `priority` are served first, equal ones first come first served. A cached prefix is only
         shared between requests of equal `cache_salt`.
@@ -114,37 +116,51 @@ class Engine:
         tokenizer's chat template. Raises ValueError before anything is touched if the prompt is empty, holds an id
         outside the vocabulary, leaves no room below max_model_len, or could never fit the KV pool.
         """
+        return self._add(prompt, params, priority, cache_salt)[0].request_id
+
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0, cache_salt: str = ""
+    ) -> list[Request]:
+        """`add_request`; returns the completions. The first one that runs publishes the pages of the prompt, and the
+        others find them in the prefix cache."""
         self._check_open()
         params = params or SamplingParams()
         token_ids = self.encode(prompt)
-        self._check_prompt(token_ids, params)
+        rules = self._check_prompt(token_ids, params)
         if not -MAX_PRIORITY < priority < MAX_PRIORITY:
             raise ValueError(f"priority must lie between -2**20 and 2**20, got {priority}")
-        request = Request(
-            request_id=str(self._num_added),
-            prompt_ids=token_ids,
-            params=params,
-            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
-            rank=rank_of(priority, self._num_added),
-            limit=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids),
-            cache_salt=cache_salt,
-            text=self._text_stream(params),
-        )
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        completions = [
+            Request(
+                request_id=str(self._num_added),
+                prompt_ids=token_ids,
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
+                seed=seed,
+                rank=rank_of(priority, self._num_arrived + index),
+                limit=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
+                stop_ids=self._stop_ids(params),
+                index=index,
+                rules=rules,
+                cache_salt=cache_salt,
+                text=self._text_stream(params),
+            )
+            for index in range(params.n)
+        ]
         self._num_added += 1
-        self._requests[request.request_id] = request
-        self._scheduler.add(request)
-        return request.request_id
+        self._num_arrived += params.n
+        self._requests[completions[0].request_id] = list(completions)
+        for completion in completions:
+            self._scheduler.add(completion)
+        return completions
 
     def abort(self, request_id: str) -> bool:
-        """End a request now. Its last output, with finish reason "abort", comes with the next `step`. False if there
-        is no such unfinished request."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        self._scheduler.abort(request)
-        self._undelivered.append(self._deliver(Emission(request, [], "abort")))
-        return True
+        """End a request now, with all its completions. Their last outputs, with finish reason "abort", come with the
+        next `step`. False if there is no such unfinished request."""
+        completions = list(self._requests.get(request_id, ()))
+        for completion in completions:
+            self._scheduler.abort(completion)
+            self._undelivered.append(self._deliver(Emission(completion, [], "abort")))
+        return bool(completions)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has something to return."""
@@ -195,9 +211,22 @@ class Engine:
             if not request.params.stop:  # with stop strings the scheduler has read the text already
                 request.text.accept(emission.token_ids)
             piece = request.text.take(final=reason is not None)
+        unfinished = self._requests[request.request_id]
         if reason is not None:
-            del self._requests[request.request_id]
-        return StepOutput(request.request_id, emission.token_ids, piece, reason)
+            unfinished.remove(request)
+            if not unfinished:
+                del self._requests[request.request_id]
+        is_first = len(request.output_ids) == len(emission.token_ids) > 0
+        return StepOutput(
+            request_id=request.request_id,
+            index=request.index,
+            new_token_ids=emission.token_ids,
+            new_text=piece,
+            finish_reason=reason,
+            finished=not unfinished,
+            logprobs=emission.logprobs,
+            prompt_logprobs=request.prompt_logprobs if is_first and _scores_prompt(request) else None,
+        )
 
     def drain(self) -> None:
         """Take the answers of all launches in flight. Outputs, if any, come with the next `step`."""
@@ -216,7 +245,8 @@ class Engine:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete `prompts`, in order, with one set of parameters or one per prompt. Shows a progress bar.
+        """Complete `prompts`, in order, with one set of parameters or one per prompt. Each gives `n` completions in a
+        row. Shows a progress bar.
 
         If one prompt is refused (ValueError, see `add_request`), none is started. If the call is interrupted, its
         requests are aborted and the engine goes on.
@@ -227,29 +257,29 @@ class Engine:
         encoded = [self.encode(prompt) for prompt in prompts]
         for token_ids, own in zip(encoded, every, strict=True):
             self._check_prompt(token_ids, own)
-        ids = [self.add_request(token_ids, own) for token_ids, own in zip(encoded, every, strict=True)]
-        requests = {i: self._requests[i] for i in ids}
+        requests = [r for token_ids, own in zip(encoded, every, strict=True) for r in self._add(token_ids, own)]
+        ids = {r.request_id for r in requests}
         try:
-            self._run_until_finished(requests, progress)
+            self._run_until_finished(ids, progress)
         finally:
             for request_id in ids:
                 self.abort(request_id)
-            self._undelivered = [o for o in self._undelivered if o.request_id not in requests]
-        return [self._completion(requests[i]) for i in ids]
+            self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+        return [self._completion(request) for request in requests]
 
-    def _run_until_finished(self, requests: Mapping[str, Request], progress: bool) -> None:
-        """Step until `requests` have ended; outputs of other requests are kept for the next `step`."""
+    def _run_until_finished(self, ids: set[str], progress: bool) -> None:
+        """Step until the requests `ids` have ended; outputs of others are kept for the next `step`."""
         others: list[StepOutput] = []
-        unfinished, tokens, started = len(requests), 0, time.perf_counter()
+        unfinished, tokens, started = len(ids), 0, time.perf_counter()
         with tqdm(total=unfinished, desc="requests", disable=not progress, unit="req") as bar:
             while unfinished:
                 for output in self.step():
-                    if output.request_id not in requests:
+                    if output.request_id not in ids:
                         others.append(output)
                         continue
                     tokens += len(output.new_token_ids)
-                    unfinished -= output.finish_reason is not None
-                    bar.update(output.finish_reason is not None)
+                    unfinished -= output.finished
+                    bar.update(output.finished)
                 rate = tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
         self._undelivered += others
@@ -282,6 +312,9 @@ class Engine:
             num_decode_steps=request.num_decode_steps,
             num_off_graph_steps=request.num_off_graph_steps,
             synthetic=self._synthetic,
+            index=request.index,
+            logprobs=None if request.params.logprobs is None else request.logprobs,
+            prompt_logprobs=request.prompt_logprobs if _scores_prompt(request) else None,
         )
 
     # State.
@@ -351,13 +384,27 @@ class Engine:
         text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids)
+
+    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> TokenRules:
+        """Raise ValueError for what `add_request` refuses; return the request's rules."""
         config, vocab = self.config, self._facts.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
-        for what, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+        if (params.stop or params.bad_words) and self._tokenizer is None:
+            raise ValueError(
+                "stop strings and bad words need a tokenizer, and this engine has none: "
+                "use stop_token_ids and bad_words_ids"
+            )
+        bad_words = [*map(tuple, params.bad_words_ids), *spellings(params.bad_words, self._tokenizer)]
+        for what, ids in (
+            ("prompt", token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad words", [token for word in bad_words for token in word]),
+        ):
             bad = next((token for token in ids if not 0 <= token < vocab), None)
             if bad is not None:
                 raise ValueError(f"token id {bad} in {what} is outside the vocabulary 0 .. {vocab - 1}")
@@ -372,9 +419,20 @@ class Engine:
                 f"the request may need {pages} KV pages and the pool has {config.num_pages}: "
                 "lower max_tokens, shorten the prompt or raise num_pages"
             )
+        return token_rules(
+            allowed=params.allowed_token_ids,
+            bias=params.logit_bias,
+            bad_words=bad_words,
+            held_ids=self._stop_ids(params) if params.min_tokens else (),
+            until=len(token_ids) + params.min_tokens,
+        )
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed: create a new one")
         if self._failure is not None:
             raise StreamError("the engine failed earlier: look at dump_state() and create a new one") from self._failure
+
+
+def _scores_prompt(request: Request) -> bool:
+    return request.params.prompt_logprobs is not None and not request.wants_prompt_logprobs

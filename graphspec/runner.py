@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompil
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
 from graphspec.drafting import Drafter
-from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs
+from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
+from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
-from graphspec.sampling import SAMPLERS
+from graphspec.request import kind_parts
+from graphspec.sampling import BASES, SAMPLERS
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
 from graphspec.state import admit, allocate_state
 from graphspec.stats import GraphStats
-from graphspec.step import StepPlan, StepResult
+from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +50,18 @@ class Launched:
 
     def result(self) -> StepResult:
         """Copy the answer. Call after `event.wait()`."""
-        prefill, decode = self.plan.prefill, self.plan.decode
+        prefill, decode, staged = self.plan.prefill, self.plan.decode, self.staged
+        num_scored = 0 if prefill is None else int(prefill.num_scored.sum())
         return StepResult(
-            prefill=None if prefill is None else read_rows(self.staged.prefill_output, len(prefill.slots)),
-            decode=None if decode is None else read_rows(self.staged.decode_output, len(decode.slots)),
+            prefill=None if prefill is None else _read(prefill, staged.prefill_output, staged.prefill_logprobs),
+            decode=None if decode is None else _read(decode, staged.decode_output, staged.decode_logprobs),
             off_graph=self.off_graph,
+            prompt_logprobs=read_logprobs(staged.prompt_logprobs[:num_scored].numpy()) if num_scored else None,
         )
+
+
+def _read(rows: PrefillRows | DecodeRows, output: torch.Tensor, logprobs: torch.Tensor) -> RowResults:
+    return read_rows(output, len(rows.slots), logprobs if kind_parts(rows.sampler).logprobs else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +91,8 @@ class Runner:
             in_flight=user.depth + 2,
         )
         model.attend_with(self._attention)
-        self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, device)
+        vocab_size = model.facts.vocab_size
+        self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, vocab_size, device)
         self._iteration = Iteration(
             forward=model.forward,
             attention=self._attention,
@@ -91,7 +101,7 @@ class Runner:
             page_size=user.page_size,
             scratch_page=config.num_pages,
             max_model_len=config.max_model_len,
-            vocab_size=model.facts.vocab_size,
+            vocab_size=vocab_size,
         )
         sizes = StagingSizes(
             max_rows=user.max_num_seqs,
@@ -100,6 +110,7 @@ class Runner:
             num_draft=config.num_draft,
             scratch_slot=self._state.scratch_slot,
             scratch_page=config.num_pages,
+            logprob_width=logprob_width(vocab_size),
         )
         self._ring = StagingRing(sizes, user.depth, pin=device.type == "cuda")
         self.last_key: GraphKey | None = None
@@ -116,22 +127,22 @@ class Runner:
         )
         self._stream = create_stream(device)  # last: what was made so far is complete before its first work
         try:
-            if captures_at_start(user, device):
-                self._stream.submit(lambda: self._capture_all(user.self_test)).wait()
+            if samplers := captured_at_start(user, device):
+                at_start = replace(self.graph_plan, samplers=samplers)
+                self._stream.submit(lambda: self._capture(at_start, user.self_test)).wait()
         except BaseException:
             self._stream.close()
             raise
 
-    def _capture_all(self, self_test: bool) -> None:
-        """Every key there is, so that nothing is captured, compiled or missing later."""
+    def _capture(self, graphs: GraphPlan, self_test: bool) -> None:
+        """All of `graphs`, so that none of them is captured or compiled later."""
         step = self.decode_step
-        for key in self.graph_plan.all_keys():
+        for key in graphs.all_keys():
             step.capture(key)
-        self.graph_plan.check(step.store)
-        if self_test and (found := [finding for key in self.graph_plan.all_keys() for finding in step.self_test(key)]):
-            raise RuntimeError(
-                f"the self test of the captured graphs found {len(found)} faults: {'; '.join(found[:3])}"
-            )
+        graphs.check(step.store)
+        found = [finding for key in graphs.all_keys() if self_test for finding in step.self_test(key)]
+        if found:
+            raise RuntimeError(f"the self test of the graphs found {len(found)} faults: {'; '.join(found[:3])}")
 
     def launch(self, plan: StepPlan) -> Launched:
         staged = self._ring.take()
@@ -161,11 +172,13 @@ class Runner:
         if work.prefill is not None and plan.prefill is not None:
             self._attention.plan_prefill(work.prefill.block_tables, work.prefill.seq_lens, work.prefill.query_start)
             on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in work.prefill))
-            first = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
-            staged.prefill_output[: len(first)].copy_(first, non_blocking=True)
+            first, scored = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
+            _copy_rows((staged.prefill_output, staged.prefill_logprobs), first)
+            if scored is not None:
+                _copy_rows((staged.prompt_logprobs,), (scored,))
         if decode is not None and key is not None:
             out = self.decode_step.run(key, decode, self._off_graph)
-            staged.decode_output[: key.rows].copy_(out, non_blocking=True)
+            _copy_rows((staged.decode_output, staged.decode_logprobs), out)
 
     def graph_stats(self) -> GraphStats:
         store = self.decode_step.store
@@ -181,6 +194,12 @@ class Runner:
         self._model.close()
 
 
+def _copy_rows(host: Iterable[torch.Tensor], device: StepTensors) -> None:
+    """Read back what a step returned: leading rows of as many host arrays as there are outputs."""
+    for target, source in zip(host, device, strict=False):
+        target[: len(source)].copy_(source, non_blocking=True)
+
+
 def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
     """The KV cache of `num_pages` pages and the scratch page behind them."""
     facts = model.facts
@@ -190,7 +209,7 @@ def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
 def graph_plan(user: EngineConfig) -> GraphPlan:
     """Every graph the decode steps of an engine can ask for. Raises ValueError for rungs that leave holes."""
     ladder = BucketLadder.up_to(user.max_num_seqs) if user.graph_rows is None else BucketLadder(user.graph_rows)
-    return GraphPlan(ladder, user.max_num_seqs, (user.num_speculative_tokens,), tuple(SAMPLERS))
+    return GraphPlan(ladder, user.max_num_seqs, (user.num_speculative_tokens,), SAMPLERS)
 
 
 def decode_buckets(plan: GraphPlan) -> list[Bucket]:
@@ -215,7 +234,10 @@ def attention_shape(
     )
 
 
-def captures_at_start(user: EngineConfig, device: torch.device) -> bool:
-    return not user.enforce_eager and (
-        user.capture == "eager" or (user.capture == "auto" and (device.type == "cuda" or user.self_test))
-    )
+def captured_at_start(user: EngineConfig, device: torch.device) -> tuple[str, ...]:
+    """The kinds of samplers whose graphs are captured before serving."""
+    if user.enforce_eager:
+        return ()
+    if user.capture == "eager" or user.self_test:
+        return SAMPLERS
+    return BASES if user.capture == "auto" and device.type == "cuda" else ()

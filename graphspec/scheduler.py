@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from graphspec.pages import PageHash, PagePool, page_hashes
-from graphspec.request import FinishReason, Request, sampler_kind
+from graphspec.request import FinishReason, Request, TokenLogprobs, sampler_kind
 from graphspec.slots import DECODE, FREE, PREFILL, SlotTable
 from graphspec.stats import SpecStats
 from graphspec.step import (
     Admission,
     DecodeRows,
     IntArray,
+    LogprobRows,
     PrefillRows,
     RowResults,
     StepPlan,
@@ -54,6 +55,7 @@ class Emission:
     request: Request
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Scheduler:
@@ -167,7 +169,8 @@ class Scheduler:
             return None
         request = self.waiting[0]
         reach = request.num_tokens + placeholders_of_decode(self.config.num_draft) + self.config.lookahead
-        shared = pool.find(self._hashes(request, request.num_tokens - 1))  # the last token is always computed
+        known = 0 if request.wants_prompt_logprobs else request.num_tokens - 1  # the last token is always computed
+        shared = pool.find(self._hashes(request, known))
         count = self.pages_for(min(reach, request.limit)) - len(shared)
         if pool.num_available - pool.num_idle(shared) < count:
             return None
@@ -176,7 +179,15 @@ class Scheduler:
         slot = table.occupy(request, shared + pool.reserve(count), len(shared), self.config.page_size)
         self.stats.prefix_cache_queries += request.num_tokens
         self.stats.prefix_cache_hits += len(shared) * self.config.page_size
-        return Admission(slot, np.array(request.token_ids, np.int32), request.params, request.seed)
+        return Admission(
+            slot=slot,
+            token_ids=np.array(request.token_ids, np.int32),
+            num_prompt=len(request.prompt_ids),
+            params=request.params,
+            rules=request.rules,
+            seed=request.seed,
+            index=request.index,
+        )
 
     def _plan_decode(self, slots: IntArray, step: int) -> DecodeRows | None:
         if not len(slots):
@@ -220,6 +231,7 @@ class Scheduler:
             starts=table.prefilled[slots] - lengths,
             lengths=lengths,
             final=final,
+            scored_to=table.scored_to[slots],
             page_table=table.page_table[slots],
             sampler=sampler_kind(int(np.bitwise_or.reduce(table.needs[slots]))),
         )
@@ -236,7 +248,9 @@ class Scheduler:
         emissions: list[Emission] = []
         if plan.prefill is not None and result.prefill is not None:
             final = plan.prefill.final
-            rows = RowResults(*(array[final] for array in vars(result.prefill).values()))
+            rows = result.prefill.take(final)
+            if result.prompt_logprobs is not None:
+                self._score_prompts(plan.prefill, result.prompt_logprobs)
             emissions += self._settle(plan.prefill.slots[final], plan.prefill.epochs[final], rows, 1, drafted=False)
         if plan.decode is not None and result.decode is not None:
             width = placeholders_of_decode(plan.decode.num_draft)
@@ -247,29 +261,42 @@ class Scheduler:
         self.pool.answered(plan.step)
         return emissions
 
+    def _score_prompts(self, chunks: PrefillRows, logprobs: LogprobRows) -> None:
+        """Hand the log-probabilities of prompt tokens to the requests that asked for them. Chunks of one request are
+        answered in order; after a preemption they start over."""
+        ends = chunks.num_scored.cumsum()
+        for i in np.flatnonzero(chunks.num_scored).tolist():
+            slot, start, count = int(chunks.slots[i]), int(chunks.starts[i]), int(chunks.num_scored[i])
+            request = self.table.request[slot]
+            if self.table.epoch[slot] != chunks.epochs[i] or request is None:
+                continue
+            tokens, first = request.prompt_ids[start + 1 : start + 1 + count], int(ends[i]) - count
+            own = logprobs.take(slice(first, first + count)).entries(tokens, request.params.prompt_logprobs or 0)
+            request.prompt_logprobs[start + 1 :] = own
+
     def _settle(
         self, slots: IntArray, epochs: IntArray, rows: RowResults, placeholders: int, drafted: bool
     ) -> list[Emission]:
         table = self.table
         alive = table.epoch[slots] == epochs
         self.stats.wasted_positions += placeholders * int(np.count_nonzero(~alive))
-        slots, tokens, emitted = slots[alive], rows.tokens[alive], rows.num_emitted[alive]
+        slots, rows = slots[alive], rows.take(alive)
+        tokens, emitted = rows.tokens, rows.num_emitted
         if not len(slots):
             return []
         table.placeholders[slots] -= placeholders
         table.sampling[slots] -= 1
 
         # Finish rules hold per emitted token: cut after the first stop id, and at the limit.
-        assert (rows.computed[alive] == table.settled[slots] - 1).all(), "the device and the host disagree about a slot"
+        assert (rows.computed == table.settled[slots] - 1).all(), "the device and the host disagree about a slot"
         room = table.limit[slots] - table.settled[slots]
         columns = np.arange(tokens.shape[1])
         is_stop = (tokens[:, :, None] == table.stop_ids[slots][:, None, :]).any(-1) & (columns < emitted[:, None])
         is_stop &= table.settled[slots, None] + columns + 1 >= table.min_length[slots, None]
         first_stop = np.where(is_stop.any(-1), is_stop.argmax(-1), tokens.shape[1])
         kept = np.minimum(np.minimum(emitted, room), first_stop + 1)
-        healthy = rows.num_healthy[alive]
-        failed = healthy < kept
-        kept = np.minimum(kept, healthy)
+        failed = rows.num_healthy < kept
+        kept = np.minimum(kept, rows.num_healthy)
         for i in np.flatnonzero(table.watched[slots]).tolist():
             kept[i], first_stop[i] = self._cut_at_stop_string(slots[i], tokens[i, : kept[i]].tolist(), first_stop[i])
         stopped, full = first_stop < kept, kept == room
@@ -287,10 +314,14 @@ class Scheduler:
             assert request is not None
             new = row[:count]
             request.output_ids += new
+            logprobs = None
+            if rows.logprobs is not None and request.params.logprobs is not None:
+                logprobs = rows.logprobs.take(i).entries(new, request.params.logprobs)
+                request.logprobs += logprobs
             if over[i]:
                 request.finish_reason = "error" if failed[i] else "stop" if stopped[i] else "length"
                 self._vacate(slot, faulty=bool(failed[i]))
-            emissions.append(Emission(request, new, request.finish_reason))
+            emissions.append(Emission(request, new, request.finish_reason, logprobs))
         return emissions
 
     def _cut_at_stop_string(self, slot: int, new: list[int], first_stop: int) -> tuple[int, int]:
@@ -357,6 +388,7 @@ class Scheduler:
             {
                 "slot": slot,
                 "request_id": request.request_id,
+                "index": request.index,
                 "phase": "prefill" if table.phase[slot] == PREFILL else "decode",
                 **{name: int(getattr(table, name)[slot]) for name in DESCRIBED},
             }

@@ -25,6 +25,8 @@ class SlotTable:
     watched         the request has stop strings
     decode_steps, off_graph_steps   answered decode steps of the request in this slot; those that replayed no graph
     speculates      drafts are accepted for the request
+    scored_to       prompt positions below this return the log-probability of the token after them; 0: none is asked
+                    for, or all are known
     rank            order of service, see `Request.rank`
     needs           SamplerNeeds of the request
     last_step       newest launch that holds the slot, the fence of its pages
@@ -37,7 +39,7 @@ class SlotTable:
         self.phase = np.zeros(num_slots, np.int8)
         self.epoch, self.settled, self.placeholders, self.sampling = (_zeros(num_slots) for _ in range(4))
         self.prefilled, self.limit, self.rank, self.needs = (_zeros(num_slots) for _ in range(4))
-        self.min_length, self.cached, self.published = (_zeros(num_slots) for _ in range(3))
+        self.min_length, self.cached, self.published, self.scored_to = (_zeros(num_slots) for _ in range(4))
         self.decode_steps, self.off_graph_steps = (_zeros(num_slots) for _ in range(2))
         self.watched, self.speculates = (np.zeros(num_slots, np.bool_) for _ in range(2))
         self.last_step = np.full(num_slots, -1, np.int64)
@@ -66,6 +68,7 @@ class SlotTable:
         self.min_length[slot] = len(request.prompt_ids) + request.params.min_tokens
         self.watched[slot] = bool(request.params.stop)
         self.speculates[slot] = request.params.speculation
+        self.scored_to[slot] = len(request.prompt_ids) - 1 if request.wants_prompt_logprobs else 0
         self.rank[slot] = request.rank
         self.needs[slot] = int(request.params.needs)
         if len(request.stop_ids) > self.stop_ids.shape[1]:

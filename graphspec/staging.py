@@ -20,6 +20,7 @@ import torch
 
 from graphs import Event
 from graphspec.iteration import OUTPUT_HEADER, DecodeInputs, PrefillInputs
+from graphspec.logprobs import read_logprobs
 from graphspec.step import DecodeRows, PrefillRows, RowResults
 
 
@@ -30,6 +31,7 @@ class StagingSizes(NamedTuple):
     num_draft: int
     scratch_slot: int
     scratch_page: int
+    logprob_width: int = 0  # integers per position
 
 
 class StagedStep:
@@ -51,9 +53,14 @@ class StagedStep:
             seq_lens=host(rows, dtype=torch.int32),
             row_slots=host(rows),
             block_tables=host(rows, width, dtype=torch.int32),
+            scored=host(tokens),
         )
-        self.decode_output = host(rows, OUTPUT_HEADER + 1 + sizes.num_draft, dtype=torch.int32)
+        positions = 1 + sizes.num_draft
+        self.decode_output = host(rows, OUTPUT_HEADER + positions, dtype=torch.int32)
+        self.decode_logprobs = host(rows, positions * sizes.logprob_width, dtype=torch.int32)
         self.prefill_output = host(rows, OUTPUT_HEADER + 1, dtype=torch.int32)
+        self.prefill_logprobs = host(rows, sizes.logprob_width, dtype=torch.int32)
+        self.prompt_logprobs = host(tokens, sizes.logprob_width, dtype=torch.int32)
         self._decode_view = _numpy_views(self._decode)
         self._prefill_view = _numpy_views(self._prefill)
         self.event: Event | None = None
@@ -80,7 +87,9 @@ class StagedStep:
         view["seq_lens"][:count] = rows.starts + rows.lengths
         view["row_slots"][:count] = np.where(rows.final, rows.slots, self._sizes.scratch_slot)
         view["block_tables"][:count] = rows.page_table
-        lengths = (total, total, total, count + 1, count, count, count)
+        scored = np.flatnonzero(view["positions"][:total] < rows.scored_to[row_of_token])
+        view["scored"][: len(scored)] = scored
+        lengths = (total, total, total, count + 1, count, count, count, len(scored))
         return PrefillInputs(*(t[:n] for t, n in zip(self._prefill, lengths, strict=True)))
 
 
@@ -102,7 +111,9 @@ class StagingRing:
         return staged
 
 
-def read_rows(output: torch.Tensor, count: int) -> RowResults:
-    """Copy the first `count` output rows out of a staging set. The launch must be over."""
+def read_rows(output: torch.Tensor, count: int, logprobs: torch.Tensor | None = None) -> RowResults:
+    """Copy the first `count` output rows out of a staging set, with their `logprobs`. The launch must be over."""
     rows = output[:count].numpy().astype(np.int64)
-    return RowResults(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, OUTPUT_HEADER:])
+    tokens = rows[:, OUTPUT_HEADER:]
+    read = None if logprobs is None else read_logprobs(logprobs[:count].view(*tokens.shape, -1).numpy())
+    return RowResults(rows[:, 0], rows[:, 1], rows[:, 2], tokens, read)

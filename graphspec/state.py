@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from graphspec.rules import MAX_PHRASE_TOKENS, MAX_PHRASES
 from graphspec.step import Admission
 
 MASK32 = 0xFFFFFFFF
@@ -29,9 +30,25 @@ class SamplingRows(NamedTuple):
     top_p: torch.Tensor  # [R] float32
     min_p: torch.Tensor  # [R] float32
     seed: torch.Tensor  # [R, 2] int32, low and high word
+    completion: torch.Tensor  # [R] int32, which of the completions that share the seed
 
     def rows(self, slots: torch.Tensor) -> SamplingRows:
         return SamplingRows(*(field.index_select(0, slots) for field in self))
+
+
+class ProcessorRows(NamedTuple):
+    """What changes the logits of R rows (or of all slots), beside the tokens before them."""
+
+    repetition: torch.Tensor  # [R] float32, 1 = off
+    presence: torch.Tensor  # [R] float32
+    frequency: torch.Tensor  # [R] float32
+    num_prompt: torch.Tensor  # [R] int64, tokens of the prompt
+    bias: torch.Tensor  # [R, V] float32, -inf forbids
+    phrases: torch.Tensor  # [R, W, L] int32, aligned right; -1 before the first token and in unused entries
+    until: torch.Tensor  # [R, W] int64, a phrase is forbidden at places below; 0 = unused
+
+    def rows(self, slots: torch.Tensor) -> ProcessorRows:
+        return ProcessorRows(*(field.index_select(0, slots) for field in self))
 
 
 class SlotState(NamedTuple):
@@ -43,13 +60,16 @@ class SlotState(NamedTuple):
     history: torch.Tensor  # [S + 1, H] int64, token at each position; valid up to `computed`, stale beyond
     speculation: torch.Tensor  # [S + 1] int64, most drafts that may be accepted: k, or 0 for a request without
     sampling: SamplingRows
+    processors: ProcessorRows
 
     @property
     def scratch_slot(self) -> int:
         return self.computed.shape[0] - 1
 
 
-def allocate_state(num_slots: int, num_draft: int, history_width: int, device: torch.device) -> SlotState:
+def allocate_state(
+    num_slots: int, num_draft: int, history_width: int, vocab_size: int, device: torch.device
+) -> SlotState:
     rows = num_slots + 1
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -61,6 +81,16 @@ def allocate_state(num_slots: int, num_draft: int, history_width: int, device: t
         top_p=torch.ones(rows, dtype=torch.float32, device=device),
         min_p=zeros(rows, dtype=torch.float32),
         seed=zeros(rows, 2, dtype=torch.int32),
+        completion=zeros(rows, dtype=torch.int32),
+    )
+    processors = ProcessorRows(
+        repetition=torch.ones(rows, dtype=torch.float32, device=device),
+        presence=zeros(rows, dtype=torch.float32),
+        frequency=zeros(rows, dtype=torch.float32),
+        num_prompt=zeros(rows),
+        bias=zeros(rows, vocab_size, dtype=torch.float32),
+        phrases=torch.full((rows, MAX_PHRASES, MAX_PHRASE_TOKENS), -1, dtype=torch.int32, device=device),
+        until=zeros(rows, MAX_PHRASES),
     )
     return SlotState(
         computed=zeros(rows),
@@ -69,6 +99,7 @@ def allocate_state(num_slots: int, num_draft: int, history_width: int, device: t
         history=zeros(rows, history_width),
         speculation=zeros(rows),
         sampling=sampling,
+        processors=processors,
     )
 
 
@@ -92,3 +123,29 @@ def admit(state: SlotState, admission: Admission) -> None:
     sampling.min_p[slot] = params.min_p
     sampling.seed[slot, 0] = as_int32(admission.seed)
     sampling.seed[slot, 1] = as_int32(admission.seed >> 32)
+    sampling.completion[slot] = admission.index
+    _admit_processors(state.processors, admission)
+
+
+def _admit_processors(processors: ProcessorRows, admission: Admission) -> None:
+    slot, params, rules, device = admission.slot, admission.params, admission.rules, processors.bias.device
+    processors.repetition[slot] = params.repetition_penalty
+    processors.presence[slot] = params.presence_penalty
+    processors.frequency[slot] = params.frequency_penalty
+    processors.num_prompt[slot] = admission.num_prompt
+    bias = processors.bias[slot]
+    bias.zero_()
+    if rules.allowed is not None:
+        bias.fill_(float("-inf"))
+        bias[torch.tensor(rules.allowed, device=device)] = 0.0
+    if rules.bias:
+        ids, values = zip(*rules.bias, strict=True)
+        bias[torch.tensor(ids, device=device)] += torch.tensor(values, device=device)
+    if rules.forbidden:
+        bias[torch.tensor(rules.forbidden, device=device)] = float("-inf")
+    processors.until[slot] = 0
+    if rules.phrases:
+        width = processors.phrases.shape[-1]
+        aligned = [[-1] * (width - len(p.token_ids)) + list(p.token_ids) for p in rules.phrases]
+        processors.phrases[slot, : len(aligned)] = torch.tensor(aligned, dtype=torch.int32, device=device)
+        processors.until[slot, : len(aligned)] = torch.tensor([p.until for p in rules.phrases], device=device)

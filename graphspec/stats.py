@@ -62,6 +62,7 @@ class LoopTimes:
 
     host: deque[float] = field(default_factory=_recent)  # host work of one Engine.step(), the wait left out
     busy: deque[float] = field(default_factory=_recent)  # device computing one launch
+    idle: deque[float] = field(default_factory=_recent)  # device waiting for the host before one launch
     num_launches: int = 0
     total_busy: float = 0.0
     total_idle: float = 0.0  # device waiting for the host between launches
@@ -70,6 +71,7 @@ class LoopTimes:
         self.busy.append(busy)
         self.total_busy += busy
         if self.num_launches:  # before the first launch nobody waited for anything
+            self.idle.append(idle_before)
             self.total_idle += idle_before
         self.num_launches += 1
 

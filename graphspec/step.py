@@ -11,15 +11,18 @@ placeholder    an output position that is scheduled but not yet answered: 1 + k 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from graphspec.request import SamplingParams
+from graphspec.request import Logprob, SamplingParams, TokenLogprobs
+from graphspec.rules import TokenRules
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 PageTable = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
 
 
 def placeholders_of_decode(num_draft: int) -> int:
@@ -30,12 +33,15 @@ def placeholders_of_decode(num_draft: int) -> int:
 @dataclass(frozen=True)
 class Admission:
     """A request takes a slot: the device state of the slot is initialised from this before anything else of the
-    step. `token_ids` is everything known, prompt and settled output."""
+    step. `token_ids` is everything known, prompt and settled output; the first `num_prompt` are the prompt."""
 
     slot: int
     token_ids: npt.NDArray[np.int32]
+    num_prompt: int
     params: SamplingParams
+    rules: TokenRules
     seed: int
+    index: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +53,15 @@ class PrefillRows:
     starts: IntArray  # [C] position of the first token of the chunk
     lengths: IntArray  # [C]
     final: BoolArray  # [C] the chunk ends the prompt, so it samples the first token
+    scored_to: IntArray  # [C] positions below this return the log-probability of the token after them
     page_table: PageTable  # [C, P]
     sampler: str
+
+    @property
+    def num_scored(self) -> IntArray:
+        """Positions of each chunk that return log-probabilities, the leading ones. [C]"""
+        scored: IntArray = np.clip(self.scored_to - self.starts, 0, self.lengths)
+        return scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +91,29 @@ class StepPlan:
     decode: DecodeRows | None
 
 
+class LogprobRows(NamedTuple):
+    """Log-probabilities at N places, or at [N, W] positions of rows; T alternatives, most likely first."""
+
+    chosen: FloatArray  # [N, W] of the token that stands there
+    ranks: IntArray  # [N, W] of that token; 1 is the most likely
+    top_ids: IntArray  # [N, W, T]
+    top: FloatArray  # [N, W, T]
+
+    def take(self, rows: IntArray | BoolArray | slice | int) -> LogprobRows:
+        return LogprobRows(self.chosen[rows], self.ranks[rows], self.top_ids[rows], self.top[rows])
+
+    def entries(self, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """What a user gets for `token_ids`, which stand at the first N places: each token and the `num_top` best."""
+        count = len(token_ids)
+        chosen, ranks = self.chosen[:count].tolist(), self.ranks[:count].tolist()
+        top_ids, top = self.top_ids[:count, :num_top].tolist(), self.top[:count, :num_top].tolist()
+        found = []
+        for i, token in enumerate(token_ids):
+            best = {t: Logprob(value, rank) for rank, (t, value) in enumerate(zip(top_ids[i], top[i], strict=True), 1)}
+            found.append({token: Logprob(chosen[i], ranks[i])} | {t: own for t, own in best.items() if t != token})
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class RowResults:
     """Answers of the sampling rows of one launch, in row order."""
@@ -86,6 +122,13 @@ class RowResults:
     num_healthy: IntArray  # [N] leading positions with a legal input id and finite logits
     computed: IntArray  # [N] tokens with KV before the step, as the device knew it
     tokens: IntArray  # [N, W], -1 after the emitted ones
+    logprobs: LogprobRows | None = None  # [N, W] of the emitted tokens
+
+    def take(self, rows: BoolArray) -> RowResults:
+        logprobs = None if self.logprobs is None else self.logprobs.take(rows)
+        return RowResults(
+            self.num_emitted[rows], self.num_healthy[rows], self.computed[rows], self.tokens[rows], logprobs
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,3 +138,4 @@ class StepResult:
     prefill: RowResults | None  # one column; rows of non-final chunks hold nothing
     decode: RowResults | None
     off_graph: str = ""  # why the decode step replayed no captured graph
+    prompt_logprobs: LogprobRows | None = None  # of all scored positions of the chunks, in order

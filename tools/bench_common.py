@@ -5,8 +5,12 @@ from __future__ import annotations
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from graphspec import SamplingParams
+from graphspec.request import kind_parts
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,3 +38,19 @@ def device_name(device: str) -> str:
 def provenance(device: str) -> dict[str, str]:
     """Fields that go into every JSON line."""
     return {"commit": commit(), "device": device_name(device), "torch": torch.__version__}
+
+
+def params_for(sampler: str, **common: Any) -> SamplingParams:
+    """Parameters of a request that needs exactly this kind of sampler."""
+    kind = kind_parts(sampler)
+    own: dict[str, Any] = {
+        "greedy": {},
+        "plain": {"temperature": 0.8},
+        "bounded": {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+        "sorted": {"temperature": 0.8, "top_p": 0.95},
+    }[kind.base]
+    if kind.processors:
+        own |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "bad_words_ids": [[17, 18], [19]]}
+    if kind.logprobs:
+        own |= {"logprobs": 5}
+    return SamplingParams(**common, **own)

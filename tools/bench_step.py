@@ -14,24 +14,17 @@ import statistics
 from collections import defaultdict
 
 import transformers
-from bench_common import provenance
+from bench_common import params_for, provenance
 
-from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec import Engine, EngineConfig
 from graphspec.builtin_model import NAME
-from graphspec.sampling import SAMPLERS
-
-PARAMS = {
-    "greedy": {},
-    "plain": {"temperature": 0.8},
-    "bounded": {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
-    "sorted": {"temperature": 0.8, "top_p": 0.95},
-}
+from graphspec.sampling import BASES, SAMPLERS
 
 
 def measure(engine: Engine, rows: int, sampler: str, context: int, steps: int) -> tuple[list[float], list[float]]:
     """Device and host seconds of `steps` steps of `rows` requests that all decode."""
     k = engine.config.num_draft
-    params = SamplingParams(max_tokens=(steps + 4) * (1 + k), ignore_eos=True, seed=1, **PARAMS[sampler])  # type: ignore[arg-type]
+    params = params_for(sampler, max_tokens=(steps + 4) * (1 + k), ignore_eos=True, seed=1)
     ids = [engine.add_request([100 + (7 * i + j) % 900 for j in range(context)], params) for i in range(rows)]
     while engine._scheduler.waiting or (engine._scheduler.table.phase == 1).any():
         engine.step()
@@ -56,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", default=NAME)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft", type=int, nargs="+", default=[0, 5])
-    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=["greedy", "plain", "bounded", "sorted"])
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(BASES))
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=12, help="steps per turn")
@@ -68,7 +61,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not args.json:
-        print(f"{'rows':>5} {'k':>3} {'sampler':>8} {'device ms':>10} {'vs first':>9} {'host us':>8}")
+        print(f"{'rows':>5} {'k':>3} {'sampler':>27} {'device ms':>10} {'vs first':>9} {'host us':>8}")
     for k in args.num_draft:
         config = EngineConfig(
             num_speculative_tokens=k, depth=args.depth, max_num_seqs=max(args.rows), max_model_len=2048,
@@ -100,7 +93,7 @@ def main() -> None:
                             flush=True,
                         )
                     else:
-                        print(f"{rows:>5} {k:>3} {sampler:>8} {row['device_ms']:>10.2f} {row['vs_first']:>9.3f} "
+                        print(f"{rows:>5} {k:>3} {sampler:>27} {row['device_ms']:>10.2f} {row['vs_first']:>9.3f} "
                               f"{row['host_us']:>8.0f}", flush=True)  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import transformers
+from bench_common import params_for
 from graph_report import page
 from torch.utils._pytree import tree_leaves
 
@@ -208,13 +209,13 @@ def show_coverage(result: dict[str, Any]) -> None:
     for (key, reason), group in groupby(result["timeline"], lambda s: (s["key"], s["off_graph"])):
         count = len(list(group))
         what = f"off graph: {reason}" if reason else "replay"
-        which = f"{key.rows:>4} rows, k = {key.num_draft}, {key.sampler:<8}"
+        which = f"{key.rows:>4} rows, k = {key.num_draft}, {key.sampler:<27}"
         print(f"steps {start:>5}..{start + count - 1:<5} {which} {what}")
         start += count
-    print(f"\n{'rows':>5} {'k':>3} {'sampler':>8} {'replays':>8} {'capture s':>10} {'ms/replay':>10} {'ops':>6}")
+    print(f"\n{'rows':>5} {'k':>3} {'sampler':>27} {'replays':>8} {'capture s':>10} {'ms/replay':>10} {'ops':>6}")
     for g in result["graphs"]:
         each, key = 1e3 * g["launch_seconds"] / max(1, g["num_replays"]), g["key"]
-        print(f"{key.rows:>5} {key.num_draft:>3} {key.sampler:>8} {g['num_replays']:>8} {g['capture_seconds']:>10.2f} "
+        print(f"{key.rows:>5} {key.num_draft:>3} {key.sampler:>27} {g['num_replays']:>8} {g['capture_seconds']:>10.2f} "
               f"{each:>10.2f} {g['num_ops'] or '':>6}")  # fmt: skip
     off = [r["id"] for r in result["requests"] if r["off_graph"]]
     print(f"\n{len(result['requests']) - len(off)} of {len(result['requests'])} requests never left their graphs")
@@ -240,9 +241,8 @@ def running_engine(args: argparse.Namespace) -> Engine:
         enforce_eager=True,
     )
     engine = Engine.from_pretrained(args.model, config)
-    temperature = 0.0 if args.sampler == "greedy" else 0.8
     for i in range(max(1, args.rows - 1)):
-        params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=temperature, seed=i)
+        params = params_for(args.sampler, max_tokens=100, ignore_eos=True, seed=i)
         engine.add_request([10 + i, 20, 30, 40, 20, 30, 40], params)
     for _ in range(6):
         engine.step()

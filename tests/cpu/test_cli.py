@@ -41,6 +41,30 @@ def test_json_is_one_object_that_reproduces_the_run(base: list[str], capsys: pyt
     assert again["completions"][0]["token_ids"] == first["completions"][0]["token_ids"]
 
 
+def test_parameters_of_sampling_reach_the_answers(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--temperature", "1", "--seed", "3", "--n", "2", "--logprobs", "1", "--repetition-penalty", "1.4"]
+    own += [
+        "--presence-penalty",
+        "0.5",
+        "--frequency-penalty",
+        "0.5",
+        "--prompt",
+        "hello",
+        "--prompt",
+        "world",
+        "--json",
+    ]
+    assert main([*base, *own]) == 0
+    completions = json.loads(capsys.readouterr().out)["completions"]
+    assert [(c["prompt"], c["index"]) for c in completions] == [("hello", 0), ("hello", 1), ("world", 0), ("world", 1)]
+    for completion in completions:
+        assert [next(iter(entry)) for entry in completion["logprobs"]] == [str(t) for t in completion["token_ids"]]
+        assert {len(entry) for entry in completion["logprobs"]} <= {1, 2}
+    assert main([*base, "--prompt", "hello", "--prompt", "world", "--json", *own[:6]]) == 0
+    plain = json.loads(capsys.readouterr().out)["completions"]
+    assert [c["token_ids"] for c in plain] != [c["token_ids"] for c in completions]
+
+
 def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*base, "--prompt", "x", "--drafter", "forced", "--forced-num-accepted", "2"]) == 0
     assert "generated text [forced acceptance: not the model's text]:" in capsys.readouterr().out
@@ -52,6 +76,7 @@ def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[st
         (["--num-speculative-tokens", "-3"], "num_speculative_tokens must be in 0 .. 64, got -3"),
         (["--prompts-file", "nowhere.txt"], 'cannot read the prompts file "nowhere.txt"'),
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--n", "2"], "n > 1 needs temperature > 0"),
         (["--model", "."], "no config.json"),
         (["--prompt", ""], "the prompt is empty"),
     ],

@@ -13,7 +13,6 @@ from conftest import VOCAB, tiny_model
 from graphs import BucketLadder, CapturedGraph, compare_replay, poison
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
 from graphspec.iteration import DecodeInputs, Iteration
-from graphspec.request import SamplerNeeds, sampler_kind
 from graphspec.sampling import SAMPLERS
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -22,6 +21,10 @@ PARAMS = [
     SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True),
     SamplingParams(max_tokens=17, temperature=1.1, top_k=12, seed=2),
     SamplingParams(max_tokens=24, temperature=0.9, top_p=0.8, seed=3, ignore_eos=True),
+    SamplingParams(
+        max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=6, bad_words_ids=[[7], [8, 9]]
+    ),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=5, logprobs=4, prompt_logprobs=2),
 ]
 
 
@@ -43,7 +46,7 @@ def test_tokens_are_bit_equal_to_eager_and_no_step_is_off_graph(k: int, depth: i
     """A mixed load: prefill chunks beside decodes, arrivals and ends, every sampler kind."""
     graphs, stats = run(20, PARAMS, num_speculative_tokens=k, depth=depth)
     eager, off = run(20, PARAMS, num_speculative_tokens=k, depth=depth, enforce_eager=True)
-    assert [c.token_ids for c in graphs] == [c.token_ids for c in eager]
+    assert [(c.token_ids, c.logprobs) for c in graphs] == [(c.token_ids, c.logprobs) for c in eager]
     assert (stats.off_graph_decode_steps, stats.off_graph_reasons) == (0, {})
     assert off.off_graph_reasons == {"eager_mode": off.off_graph_decode_steps}
     assert off.off_graph_decode_steps > 20
@@ -89,34 +92,34 @@ def test_idle_graphs_are_reused_and_none_is_left_without_a_replay() -> None:
 
 def test_eager_capture_knows_every_key_before_serving() -> None:
     """Bug classes A 3 and 13: every key that a lookup can make was captured, by the same function."""
-    config = EngineConfig(max_num_seqs=5, max_model_len=64, num_speculative_tokens=2, capture="eager")
+    config = EngineConfig(max_num_seqs=3, max_model_len=64, num_speculative_tokens=2, capture="eager")
     with Engine(tiny_model(), config=config) as engine:
         before = engine.stats().num_graphs
-        assert before == len(SAMPLERS) * len(BucketLadder.up_to(5).rungs)
-        eager = engine.generate(prompts(9), [PARAMS[i % 4] for i in range(9)], progress=False)
+        assert before == len(SAMPLERS) * len(BucketLadder.up_to(3).rungs)
+        eager = engine.generate(prompts(9), [PARAMS[i % len(PARAMS)] for i in range(9)], progress=False)
         assert engine.stats().num_graphs == before
         assert len(engine._runner.decode_step.store.never_replayed()) < before
-    lazy, _ = run(9, PARAMS, max_num_seqs=5, max_model_len=64, num_speculative_tokens=2)
+    lazy, _ = run(9, PARAMS, max_num_seqs=3, max_model_len=64, num_speculative_tokens=2)
     assert [c.token_ids for c in eager] == [c.token_ids for c in lazy]
 
 
-def test_every_union_of_needs_has_a_sampler_and_every_sampler_is_reached() -> None:
-    kinds = {
-        sampler_kind(needs) for needs in range(int(SamplerNeeds.NOISE | SamplerNeeds.TOP_K | SamplerNeeds.SORT) + 1)
-    }
-    assert kinds == set(SAMPLERS)
+EVERYTHING = SamplingParams(
+    max_tokens=24, temperature=0.9, top_p=0.9, seed=6, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.4,
+    bad_words_ids=[[7], [8, 9]], logit_bias={11: 2.0}, stop_token_ids=[12], min_tokens=20, logprobs=4,
+)  # fmt: skip
 
 
-def mid_flight(k: int = 3) -> tuple[Engine, CapturedGraph]:
+def mid_flight(sampler: str, k: int = 3) -> tuple[Engine, CapturedGraph]:
     """An engine stopped in the middle of a load with 3 rows in the 4-row graph, and that graph."""
     config = EngineConfig(num_speculative_tokens=k, depth=0, max_num_seqs=4, max_model_len=64, page_size=4, debug=True)
     engine = Engine(tiny_model(), config=config)
-    for prompt, params in zip(prompts(3), PARAMS[:1] * 3, strict=True):
-        engine.add_request(prompt, params)
+    for prompt in prompts(3):
+        engine.add_request(prompt, GREEDY if sampler == "greedy" else EVERYTHING)
     for _ in range(6):
         engine.step()
     assert engine._runner.last_key is not None
     assert engine._runner.graph_plan.ladder.pad(3) == 3  # so use the padded 4-row graph by hand
+    assert engine._runner.last_key.sampler == sampler
     key = engine._runner.last_key._replace(rows=4)
     step, scratch_slot = engine._runner.decode_step, engine._runner._state.scratch_slot
 
@@ -137,26 +140,31 @@ def on_stream(engine: Engine, work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def test_a_replay_in_the_middle_of_a_load_equals_eager_op_by_op() -> None:
-    engine, graph = mid_flight()
+KINDS = ["greedy", "sorted+processors+logprobs"]
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_a_replay_in_the_middle_of_a_load_equals_eager_op_by_op(sampler: str) -> None:
+    engine, graph = mid_flight(sampler)
     assert on_stream(engine, lambda: compare_replay(graph)) is None
     engine.close()
 
 
-def test_poisoned_padding_changes_no_real_row() -> None:
+@pytest.mark.parametrize("sampler", KINDS)
+def test_poisoned_padding_changes_no_real_row(sampler: str) -> None:
     """Scenario 58: NaN, -1 and 0x7f in the scratch page and in all that the scratch slot owns."""
-    engine, graph = mid_flight()
+    engine, graph = mid_flight(sampler)
     padding = engine._runner.decode_step.padding()
-    assert {"kv.0", "state.history", "state.drafts", "state.sampling.seed"} <= set(padding)
-    assert on_stream(engine, lambda: poison(graph, padding, lambda out: [out[0][:3]])) == []
+    assert {"kv.0", "state.history", "state.drafts", "state.sampling.seed", "state.processors.phrases"} <= set(padding)
+    assert on_stream(engine, lambda: poison(graph, padding, lambda outputs: [out[:3] for out in outputs])) == []
     engine._runner.decode_step.buffers.check_canaries()
     engine.close()
 
 
 def test_graphs_write_nothing_but_their_buffers() -> None:
     """In debug mode every launch is audited: one writer per buffer, inputs written before they are read."""
-    done, _ = run(6, PARAMS, num_speculative_tokens=2, debug=True)
-    plain, _ = run(6, PARAMS, num_speculative_tokens=2)
+    done, _ = run(len(PARAMS), PARAMS, num_speculative_tokens=2, debug=True)
+    plain, _ = run(len(PARAMS), PARAMS, num_speculative_tokens=2)
     assert [c.token_ids for c in done] == [c.token_ids for c in plain]
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +15,9 @@ from conftest import VOCAB, tiny_model
 from same_text import NearTies, Scorer, assert_same_text
 
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from graphspec.request import TokenLogprobs
 
+EOS = 2
 GREEDY = SamplingParams(max_tokens=48)
 PARAMS = [
     GREEDY,
@@ -82,6 +88,146 @@ def test_every_variant_gives_the_text_of_the_plainest_engine(
         if a.token_ids == b.token_ids:
             assert (a.finish_reason, a.usage) == (b.finish_reason, b.usage)
     ties.check()
+
+
+def mixture(rng: random.Random, number: int) -> SamplingParams:
+    """Any combination of everything that has a say in sampling. Rare rules are chosen so that they matter here."""
+    temperature = rng.choice((0.0, 0.7, 1.0, 1.3))
+    likely = [rng.randrange(3, VOCAB) for _ in range(40)]
+    return SamplingParams(
+        n=rng.choice((1, 1, 1, 2)) if temperature else 1,
+        max_tokens=rng.choice((10, 32)),
+        temperature=temperature,
+        top_k=rng.choice((0, 0, 4, 40, 100)),
+        top_p=rng.choice((1.0, 1.0, 0.95, 0.6)),
+        min_p=rng.choice((0.0, 0.0, 0.05)),
+        repetition_penalty=rng.choice((1.0, 1.0, 0.9, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.0, 0.6)),
+        frequency_penalty=rng.choice((0.0, 0.0, -0.3, 0.5)),
+        logit_bias=rng.choice((None, None, dict.fromkeys(likely[:3], 2.5))),
+        allowed_token_ids=rng.choice((None, None, None, likely)),
+        bad_words_ids=rng.choice(((), (), [likely[:1], *([a, b] for a in likely for b in likely[:3])])),
+        stop_token_ids=rng.choice(((), likely[:8])),
+        min_tokens=rng.choice((0, 0, 9)),
+        ignore_eos=rng.random() < 0.5,
+        logprobs=rng.choice((None, 0, 3)),
+        prompt_logprobs=rng.choice((None, None, 2)),
+        speculation=rng.random() < 0.8,
+        seed=number << 40 | number,
+    )
+
+
+def expand(every_prompt: list[list[int]], params: list[SamplingParams]) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Prompt and parameters of every completion, in the order in which they come back."""
+    return ((p, own) for p, own in zip(every_prompt, params, strict=True) for _ in range(own.n))
+
+
+class Recital:
+    """Drafts the rest of texts it knows, with every fifth token wrong: acceptance is high whatever the parameters."""
+
+    name = "recital"
+    forced_num_accepted: int | None = None
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._texts = torch.tensor([(text + [0] * 96)[:96] for text in texts])
+
+    def lookahead(self, num_draft: int) -> int:
+        return 0
+
+    def propose(self, history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
+        beyond = torch.arange(96) >= lengths.unsqueeze(1)
+        same = ((history[:, None, :96] == self._texts) | beyond.unsqueeze(1)).all(-1)  # [R, texts]
+        which = same.to(torch.int64).argmax(1)
+        places = lengths.unsqueeze(1) + torch.arange(num_draft)
+        drafts = self._texts.index_select(0, which).gather(1, places.clamp(max=95))
+        return torch.where((places + which.unsqueeze(1)) % 5 == 0, (drafts + 1) % VOCAB, drafts)
+
+
+RECITING: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 1, "depth": 1, "max_num_seqs": 2},
+    {"num_speculative_tokens": 4, "depth": 2, "num_pages": 14},  # preemption
+    {"num_speculative_tokens": 7, "depth": 3, "max_num_seqs": 12, "max_prefill_tokens": 5},
+]
+MIXED_VARIANTS: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 0, "depth": 3},
+    {"num_speculative_tokens": 2, "depth": 0, "drafter": "forced", "max_prefill_tokens": 9},
+    {"num_speculative_tokens": 5, "depth": 1},
+]
+
+
+def test_random_mixtures_of_all_parameters_give_the_text_of_the_plainest_engine(
+    scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts, log-probabilities and finish reasons; k, depth, drafter, batch and chunks vary between engines, the order
+    of requests, and with it their neighbours, within one; from the second load on prompts are in the prefix cache."""
+    rng, ties = random.Random(6), NearTies()
+    every_prompt = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 8))] * rng.randint(1, 4) for _ in range(16)]
+    params = [mixture(rng, number) for number in range(16)]
+    common: dict[str, Any] = {"max_num_seqs": 8, "page_size": 8, "max_model_len": 96, "num_pages": 200}
+    with ExitStack() as stack:
+
+        def engine(**config: Any) -> Engine:
+            return stack.enter_context(Engine(tiny_model(), config=EngineConfig(**{**common, **config})))
+
+        plainest = engine(num_speculative_tokens=0, depth=0, max_num_seqs=1)
+        expected = plainest.generate(every_prompt, params, progress=False)
+        by_seed = {(c.seed, c.index): c for c in expected}
+        recital = Recital([p + c.token_ids for (p, _), c in zip(expand(every_prompt, params), expected, strict=True)])
+        with monkeypatch.context() as patch:
+            patch.setattr("graphspec.engine.create_drafter", lambda config: recital)
+            reciting = [engine(**variant) for variant in RECITING]
+        engines = reciting + [engine(**variant) for variant in MIXED_VARIANTS]
+        for _, one in itertools.product(range(2), engines):
+            order = rng.sample(range(16), 16)
+            some_prompts, some_params = [every_prompt[i] for i in order], [params[i] for i in order]
+            done = one.generate(some_prompts, some_params, progress=False)
+            for (prompt, own), found in zip(expand(some_prompts, some_params), done, strict=True):
+                assert_same_completion(scorer, prompt, own, by_seed[found.seed, found.index], found, ties)
+        stats = [one.stats() for one in engines]
+        assert all(s.off_graph_decode_steps == 0 and s.prefix_cache_hit_rate > 0.0 for s in stats)
+        assert [s.num_preemptions > 0 for s in stats] == ["num_pages" in v for v in RECITING + MIXED_VARIANTS]
+        assert min(s.mean_acceptance_length for s in stats[: len(RECITING)]) > 1.5
+    assert {c.finish_reason for c in expected} == {"length", "stop"}
+    ties.check()
+
+
+def assert_same_completion(
+    scorer: Scorer, prompt: list[int], params: SamplingParams, a: Completion, b: Completion, ties: NearTies
+) -> None:
+    assert_same_text(scorer, prompt, a.token_ids, b.token_ids, ties, params, a.seed, a.index)
+    assert_same_logprobs(a.prompt_logprobs, b.prompt_logprobs)
+    if a.token_ids == b.token_ids:
+        assert (a.finish_reason, a.usage) == (b.finish_reason, b.usage)
+        assert_same_logprobs(a.logprobs, b.logprobs)
+
+
+def assert_same_logprobs(a: Sequence[TokenLogprobs | None] | None, b: Sequence[TokenLogprobs | None] | None) -> None:
+    """Equal up to rounding; alternatives that are as likely may stand in for each other."""
+    assert (a is None) == (b is None)
+    for x, y in zip(a or (), b or (), strict=True):
+        ours, theirs = (sorted(e.logprob for e in (z or {}).values()) for z in (x, y))
+        assert ours == pytest.approx(theirs, abs=1e-4)
+        assert next(iter(x or (0,))) == next(iter(y or (0,)))
+
+
+BASE = SamplingParams(max_tokens=40, temperature=1.0, seed=9, ignore_eos=True, logit_bias={EOS: 2.0})
+
+
+def test_every_parameter_matters() -> None:
+    """Each of them changes a text that is drawn without it: so the mixtures above test something."""
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.6}, {"frequency_penalty": 1.5}, {"logit_bias": {20: 2.5, 21: 2.5}}, {"seed": 10},
+        {"allowed_token_ids": range(100)}, {"bad_words_ids": [[t] for t in range(3, 40)]}, {"ignore_eos": False},
+        {"stop_token_ids": range(3, 20)}, {"stop_token_ids": range(3, 20), "min_tokens": 30},
+    ]  # fmt: skip
+    every = prompts(3)
+    with Engine(tiny_model(), config=EngineConfig(max_model_len=96, enforce_eager=True)) as engine:
+        texts = [
+            [c.token_ids for c in engine.generate(every, replace(BASE, **change), progress=False)]
+            for change in [{}, *changes]
+        ]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))
 
 
 @pytest.mark.parametrize("k", [1, 4])

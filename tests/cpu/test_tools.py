@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from graphspec.sampling import SAMPLERS
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -30,9 +32,9 @@ def test_the_plan_covers_every_batch_size(graph_debug: Any, capsys: pytest.Captu
         (8, 8, 24),
         (9, 9, 27),
     ]
-    assert len(result["keys"]) == 4 * 7
+    assert len(result["keys"]) == len(SAMPLERS) * 7
     assert graph_debug.main(["plan"]) == 0
-    assert "64 graphs" not in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{len(SAMPLERS) * 8} graphs: greedy, plain, bounded, sorted, ")
 
 
 @pytest.mark.parametrize("command", ["guard", "inspect", "diff", "poison", "coverage"])
@@ -138,3 +140,55 @@ def test_built_kernels_lie_where_flashinfer_looks_first(host_planner: object, tm
         (tmp_path / "flashinfer_jit_cache" / name / f"{name}.so").write_bytes(b"built")
     assert "MB to carry" in python(str(TOOLS / "build_kernels.py"), *shape, "--out", str(tmp_path))[-1]
     assert [line.split()[1] for line in python("-c", list_specs, path=f"{tmp_path}:{TOOLS}")] == ["True"] * 2
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("gpu_check")
+
+
+def test_gpu_check_runs_dry_on_the_cpu(gpu_check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every kind of check, each line written with where it comes from; the budget names what it left out."""
+    assert gpu_check.main(["--tiny", "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert all(line["ok"] and line["commit"] and line["device"] for line in lines)
+    assert {line["check"].split()[0] for line in lines} == {"memory", "attention", "graph", "depth", "step"}
+    assert len({line["check"] for line in lines}) == len(lines)
+    assert all(line["ms"] > 0 and line["vs_streaming"] > 1 for line in lines if line["check"].startswith("step"))
+    assert gpu_check.main(["--tiny", "--out", str(tmp_path), "--budget-s", "0"]) == 0
+    assert "not reached" in (tmp_path / "table.md").read_text()
+    assert "0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", [float("nan"), 1.1])
+def test_gpu_check_fails_on_a_wrong_backend(
+    gpu_check: Any, fault: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(ReferenceBackend):
+        def attend(self, *args: Any) -> torch.Tensor:
+            return super().attend(*args) * fault
+
+    monkeypatch.setattr(gpu_check, "create_backend", lambda name, shape: Wrong())
+    report = gpu_check.Report(tmp_path, 100.0, "cpu")
+    plan = gpu_check.Plan(torch.device("cpu"), torch.float32, ("tiny",), (1, 3), (0, 2), 96, 2, False)
+    report.run("attention", lambda: gpu_check.check_attention(plan, "tiny", "wrong", 3, 3))
+    report.run("broken", lambda: 1 / 0)
+    report.close()
+    assert [row["check"] for row in report.failed] == ["attention", "broken"]
+
+
+def test_gpu_check_writes_a_table_that_the_choice_of_backends_reads(gpu_check: Any) -> None:
+    plan = gpu_check.Plan(torch.device("cpu"), torch.bfloat16, ("tiny",), (1, 3), (0, 2), 96, 2, False)
+
+    def row(name: str, rows: int, us: float, ok: bool = True) -> dict[str, Any]:
+        return {"ok": ok, "us": us, "bucket": {"model": "tiny", "backend": name, "rows": rows, "query_len": 3}}
+
+    rows = [row("flashinfer_xqa", 1, 5.0), row("flashinfer_fa2", 1, 7.0), row("reference", 1, 1.0)]
+    rows += [row("flashinfer_xqa", 8, 3.0, ok=False), row("flashinfer_fa2", 8, 7.0), {"ok": True}]
+    table = gpu_check.choice_table(plan, rows)
+    assert [(line["rows"], line["backend"]) for line in table] == [
+        ([1, 1], "flashinfer_xqa"),
+        ([2, 8], "flashinfer_fa2"),
+    ]
+    assert len(read_lines(table)) == 2
