@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from attention import ReferenceBackend, read_lines
 from graphspec.sampling import SAMPLERS
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -187,7 +189,8 @@ def test_gpu_check_writes_a_table_that_the_choice_of_backends_reads(gpu_check: A
     rows = [row("flashinfer_xqa", 1, 5.0), row("flashinfer_fa2", 1, 7.0), row("reference", 1, 1.0)]
     rows += [row("flashinfer_xqa", 8, 3.0, ok=False), row("flashinfer_fa2", 8, 7.0), {"ok": True}]
     table = gpu_check.choice_table(plan, rows)
-    assert [(line["rows"], line["backend"]) for line in table] == [
+    found = [(line["rows"], line["backend"]) for line in table]
+    assert found == [([1, 1], "flashinfer_xqa"), ([2, 8], "flashinfer_fa2")]
         ([1, 1], "flashinfer_xqa"),
         ([2, 8], "flashinfer_fa2"),
     ]
