@@ -191,7 +191,4 @@ def test_gpu_check_writes_a_table_that_the_choice_of_backends_reads(gpu_check: A
     table = gpu_check.choice_table(plan, rows)
     found = [(line["rows"], line["backend"]) for line in table]
     assert found == [([1, 1], "flashinfer_xqa"), ([2, 8], "flashinfer_fa2")]
-        ([1, 1], "flashinfer_xqa"),
-        ([2, 8], "flashinfer_fa2"),
-    ]
     assert len(read_lines(table)) == 2
