@@ -31,14 +31,19 @@ class TensorSpec:
         return TensorSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr())
 
     def difference(self, tensor: torch.Tensor) -> str | None:
-        """In words, what about `tensor` is not as it was; None if nothing changed."""
-        if tensor.data_ptr() != self.address:
-            return f'"{self.name}" moved from {self.address:#x} to {tensor.data_ptr():#x}'
+        """In words, what about `tensor` is not as it was; None if nothing changed. Runs before every replay."""
+        if (
+            tensor.data_ptr() == self.address
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+            and tensor.dtype is self.dtype
+        ):
+            return None
         now = TensorSpec.of(self.name, tensor)
-        for field in ("shape", "stride", "dtype"):
-            if getattr(now, field) != getattr(self, field):
-                return f'{field} of "{self.name}" was {getattr(self, field)} and is {getattr(now, field)}'
-        return None
+        if now.address != self.address:
+            return f'"{self.name}" moved from {self.address:#x} to {now.address:#x}'
+        field = next(field for field in ("shape", "stride", "dtype") if getattr(now, field) != getattr(self, field))
+        return f'{field} of "{self.name}" was {getattr(self, field)} and is {getattr(now, field)}'
 
 
 class PersistentBuffers(Mapping[str, torch.Tensor]):
@@ -113,7 +118,7 @@ class PersistentBuffers(Mapping[str, torch.Tensor]):
         self._tensors[name] = tensor
 
     def verify(self) -> None:
-        """Raise BufferError if a frozen buffer is not where, or not what, it was. Cheap: compares addresses first."""
+        """Raise BufferError if a frozen buffer is not where, or not what, it was."""
         for name, spec in (self._specs or {}).items():
             if (changed := spec.difference(self._tensors[name])) is not None:
                 raise BufferError(f"{changed}: write into the tensor, do not reallocate or resize it")
