@@ -33,12 +33,9 @@ class EngineConfig:
     attention_backend        "auto", "reference", "flashinfer_xqa", "flashinfer_fa2" (keys not split) or
                              "flashinfer_fa2_split"; "auto" chooses per batch size, see attention/choice.py
     attention_table          JSON file of measurements that "auto" follows where it has one
-    attention_backend        "auto", "reference", "flashinfer_xqa", "flashinfer_fa2" (keys not split) or
-                             "flashinfer_fa2_split"; "auto" chooses per batch size, see attention/choice.py
-    attention_table          JSON file of measurements that "auto" follows where it has one
-    capture                  "lazy" captures a graph when its key is first needed, "eager" captures all before serving
-                             (every kind of `request.sampler_kind` at every row count), "auto" is lazy on the CPU and
-                             eager on CUDA
+    capture                  "lazy" captures a graph when its key is first needed, "eager" captures all before serving.
+                             "auto" is lazy on the CPU; on CUDA it captures before serving what batches usually need,
+                             and with penalties or log-probabilities, which bring kinds of their own, on first use
     graph_rows               row counts that have a graph, ascending, max_num_seqs the last; a batch is padded up to
                              one. None: 1, 2, 3, 4, 6, 8, 12, 16, 24 ..., so that at most half of a launch is padding
     self_test                check every graph at start-up, replay against eager and garbage in the padding; implies
