@@ -8,8 +8,8 @@ softmax of the processed logits at temperature T (Gumbel-max trick; Maddison et 
 depth or batch.
 
 Every function here has static shapes and reads nothing back to the host. What touches the whole vocabulary works in
-place and without masks where it can: on a CPU a sampled step costs what it writes, and a masked fill as much as ten
-additions.
+place and without masks where it can: on a CPU a sampled step costs what it writes, and a masked fill costs as much as
+many additions (docs/LOG.md).
 """
 
 from __future__ import annotations
