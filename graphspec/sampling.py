@@ -8,8 +8,8 @@ softmax of the processed logits at temperature T (Gumbel-max trick; Maddison et 
 depth or batch.
 
 Every function here has static shapes and reads nothing back to the host. What touches the whole vocabulary works in
-place and without masks where it can: on a CPU a sampled step costs what it writes, and a masked fill as much as ten
-additions.
+place and without masks where it can: on a CPU a sampled step costs what it writes, and a masked fill costs as much as
+many additions (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SAMPLERS = (*BASES, *(base + extras for base in BASES[2:] for extras in EXTRAS))
 
 # What the noise is for. Distinct purposes have independent noise.
 PURPOSE_TARGET = 0
-
 
 FLOAT32_MIN = torch.finfo(torch.float32).min
 
@@ -104,12 +103,11 @@ def lowest_logit(logits: torch.Tensor, params: SamplingRows, base: str) -> torch
     width = ordered.shape[-1]
     top_k, top_p = params.top_k.to(torch.int64).view(-1, 1, 1), params.top_p.view(-1, 1, 1)
     last = (torch.where(top_k > 0, top_k, width).clamp(max=width) - 1).expand_as(min_p)
-    # Top-p keeps a token while the probability of the more likely ones is below p.
+    # Top-p keeps a token while the probability of the more likely ones is below p. At p = 1 it is not asked: float32
+    # sums may reach 1 before the last token.
     mass = (ordered - ordered[..., :1]).div_(temperature).exp_().cumsum(dim=-1)
     reached = torch.searchsorted(mass, top_p * mass.gather(-1, last))
-    last = torch.where(
-        top_p < 1.0, torch.minimum(reached, last), last
-    )  # float32 sums may reach 1 before the last token
+    last = torch.where(top_p < 1.0, torch.minimum(reached, last), last)
     cut = torch.maximum(ordered.gather(-1, last), min_p)
     return torch.where(top_k > 0, cut, min_p) if base == "bounded" else cut
 

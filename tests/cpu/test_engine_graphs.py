@@ -202,7 +202,7 @@ def test_the_self_test_passes_and_leaves_no_trace() -> None:
     config = EngineConfig(max_num_seqs=3, max_model_len=64, num_speculative_tokens=2, page_size=2, self_test=True)
     with Engine(tiny_model(), config=config) as engine:
         assert engine.stats().num_graphs == 3 * len(SAMPLERS)
-        tested = engine.generate(prompts(5), [PARAMS[i % 4] for i in range(5)], progress=False)
+        tested = engine.generate(prompts(5), [PARAMS[i % len(PARAMS)] for i in range(5)], progress=False)
     plain, _ = run(5, PARAMS, max_num_seqs=3, max_model_len=64, num_speculative_tokens=2, page_size=2)
     assert [c.token_ids for c in tested] == [c.token_ids for c in plain]
 

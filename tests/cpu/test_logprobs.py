@@ -67,8 +67,7 @@ def assert_completion(scorer: nn.Module, prompt: list[int], params: SamplingPara
     [
         {"num_speculative_tokens": 0, "depth": 0},
         {"num_speculative_tokens": 3, "depth": 1, "max_prefill_tokens": 7},
-        {"num_speculative_tokens": 5, "depth": 3, "max_num_seqs": 3},
-        {"num_speculative_tokens": 4, "depth": 2, "num_pages": 16, "max_prefill_tokens": 6},  # preemption
+        {"num_speculative_tokens": 4, "depth": 2, "num_pages": 14, "max_prefill_tokens": 6},  # preemption
         {"num_speculative_tokens": 2, "depth": 1, "enforce_eager": True},
     ],
     ids=lambda c: "-".join(map(str, c.values())),
@@ -76,8 +75,8 @@ def assert_completion(scorer: nn.Module, prompt: list[int], params: SamplingPara
 def test_they_are_those_of_a_direct_forward(config: dict[str, Any], tiny_llama: nn.Module) -> None:
     """Before temperature and processors; beside requests that ask for none; a second round finds the prompts cached."""
     scorer = tiny_model().double()
-    every, params = prompts(10), [PARAMS[i % len(PARAMS)] for i in range(10)]
-    config = {"max_model_len": 96, "page_size": 4, "max_num_seqs": 8, **config}
+    every, params = prompts(7), [PARAMS[i % len(PARAMS)] for i in range(7)]
+    config = {"max_model_len": 96, "page_size": 4, "max_num_seqs": 5, **config}
     with Engine(tiny_model(), config=EngineConfig(**config)) as engine:
         for _ in range(2):
             done = engine.generate(every, params, progress=False)
