@@ -58,10 +58,9 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_plan(result: dict[str, Any]) -> None:
-    rows = sorted({key["rows"] for key in result["keys"]})
-    print(
-        f"{len(result['keys'])} graphs = {len(rows)} row counts x k in {result['num_drafts']} x {result['samplers']}\n"
-    )
+    rows, drafts, samplers = len({key["rows"] for key in result["keys"]}), result["num_drafts"], result["samplers"]
+    print(f"{len(result['keys'])} graphs: {rows} row counts x {len(drafts)} k x {len(samplers)} samplers")
+    print(f"k: {', '.join(map(str, drafts))}\nsamplers: {', '.join(samplers)}\n")
     print(f"{'batch':>6} {'graph rows':>11} {'positions':>10} {'padding':>8}")
     for size in result["sizes"]:
         bar = "#" * round(20 * size["padding"])
