@@ -30,7 +30,8 @@ class LedgerLine:
     num_replays: int
     capture_seconds: float
     launch_seconds: float  # of all replays
-    pool_bytes: int
+    pool_bytes: int  # of this graph alone
+    static_bytes: int  # of the persistent buffers, which all graphs share
     num_ops: int | None  # known for recorded graphs
 
 
@@ -94,6 +95,14 @@ class GraphStore(Collection[Hashable]):
 
     def ledger(self) -> list[LedgerLine]:
         return [
-            LedgerLine(key, g.num_replays, g.capture_seconds, g.launch_seconds, g.program.pool_bytes, g.program.num_ops)
-            for key, g in self._graphs.items()
+            LedgerLine(
+                key,
+                graph.num_replays,
+                graph.capture_seconds,
+                graph.launch_seconds,
+                graph.program.pool_bytes,
+                self.buffers.num_bytes,
+                graph.program.num_ops,
+            )
+            for key, graph in self._graphs.items()
         ]

@@ -218,6 +218,9 @@ def show_coverage(result: dict[str, Any]) -> None:
               f"{each:>10.2f} {g['num_ops'] or '':>6}")  # fmt: skip
     off = [r["id"] for r in result["requests"] if r["off_graph"]]
     print(f"\n{len(result['requests']) - len(off)} of {len(result['requests'])} requests never left their graphs")
+    if result["graphs"]:
+        pools, static = sum(g["pool_bytes"] for g in result["graphs"]), result["graphs"][0]["static_bytes"]
+        print(f"memory: {static / 2**20:.1f} MiB of buffers shared by all graphs, {pools / 2**20:.1f} MiB of their own")
     if result["never_replayed"]:
         print(f"captured and never replayed: {result['never_replayed']}")
 

@@ -78,6 +78,13 @@ def _timeline(steps: list[dict[str, Any]]) -> str:
 def _graphs(graphs: list[dict[str, Any]]) -> str:
     if not graphs:
         return "<p>none was captured</p>"
+    pools, static = sum(g["pool_bytes"] for g in graphs), graphs[0]["static_bytes"]
+    widest = max(pools, static, 1)
+    bars = "".join(
+        f'<tr><td class="l">{what}</td><td>{size / 2**20:.1f} MiB</td>'
+        f'<td class="l"><span class="bar" style="width:{round(420 * size / widest)}px"></span></td></tr>'
+        for what, size in (("buffers, shared by all graphs", static), ("pools, of the graphs alone", pools))
+    )
     slowest = max(g["launch_seconds"] / max(1, g["num_replays"]) for g in graphs) or 1.0
     head = ("rows", "k", "sampler", "replays", "capture s", "ops", "pool KiB", "ms per replay")
     lines = ["<tr>" + "".join(f"<th>{h}</th>" for h in head) + '<th class="l"></th></tr>']
@@ -87,7 +94,7 @@ def _graphs(graphs: list[dict[str, Any]]) -> str:
         cells = (key.rows, key.num_draft, key.sampler, g["num_replays"], *times)
         bar = f'<td class="l"><span class="bar" style="width:{round(220 * each / slowest)}px"></span></td>'
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + bar + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f"<table>{''.join(lines)}</table><h2>Memory</h2><table>{bars}</table>"
 
 
 def _findings(findings: list[dict[str, Any]]) -> str:
