@@ -58,6 +58,7 @@ class AsyncEngine:
 
             def submit() -> None:
                 try:
+                    self._check_running()  # it may have failed since this was sent
                     request_id = self._engine.add_request(token_ids, params, priority=priority, cache_salt=cache_salt)
                     self._subscriptions[request_id] = own
                     submitted.set_result(request_id)
@@ -113,9 +114,12 @@ class AsyncEngine:
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._ending:
-            if self._failure is not None:
-                raise RuntimeError(f"the engine stopped: {self._failure}") from self._failure
+            self._check_running()
             self._commands.put(command)
+
+    def _check_running(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine stopped: {self._failure}") from self._failure
 
     # The loop thread. Only it touches the engine.
 
