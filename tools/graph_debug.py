@@ -7,7 +7,7 @@ diff     replay against eager on a running batch, op by op: the first difference
 poison   replay with garbage in everything that padding rows own: what changes that must not
 coverage serve the repository's prompts and show, step by step, which graph replayed or why none did
 
-python tools/graph_debug.py plan --max-num-seqs 16 --num-speculative-tokens 3
+python tools/graph_debug.py plan --max-num-seqs 16 --num-speculative-tokens 3 --attention 32 8 128
 python tools/graph_debug.py guard --function my_module:step
 python tools/graph_debug.py inspect --rows 4
 python tools/graph_debug.py coverage --max-num-seqs 8 --html report.html   (with plan and guard, for a browser)
@@ -33,13 +33,14 @@ from bench_common import params_for
 from graph_report import page
 from torch.utils._pytree import tree_leaves
 
-from graphs import CaptureGuard, GraphKey, PersistentBuffers, compare_replay, poison, record
+from attention import AttentionShape, AttentionSpec, ChoiceTable, Machine, read_lines
+from graphs import CaptureGuard, GraphKey, GraphPlan, PersistentBuffers, compare_replay, poison, record
 from graphs.cuda import CudaCapture
 from graphspec import Engine, EngineConfig, SamplingParams
 from graphspec.builtin_model import NAME
 from graphspec.iteration import DecodeInputs
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
-from graphspec.runner import graph_plan
+from graphspec.runner import decode_buckets, graph_plan
 from graphspec.sampling import SAMPLERS
 
 
@@ -54,7 +55,21 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         for n in range(1, args.max_num_seqs + 1)
     ]
     keys = [key._asdict() for key in resolved.all_keys()]
-    return {"keys": keys, "samplers": list(resolved.samplers), "num_drafts": list(resolved.num_drafts), "sizes": sizes}
+    found = {"keys": keys, "samplers": list(resolved.samplers), "num_drafts": list(resolved.num_drafts), "sizes": sizes}
+    return found | ({"attention": attention_plan(args, resolved)} if args.attention else {})
+
+
+def attention_plan(args: argparse.Namespace, resolved: GraphPlan) -> str:
+    """Which FlashInfer backend serves which bucket, and why: on this GPU, or without one on an H100 or H200."""
+    present = torch.cuda.is_available()
+    machine = Machine.of(torch.device("cuda")) if present else Machine(capability=(9, 0), num_sms=132)
+    heads, kv_heads, head_dim = args.attention
+    spec = AttentionSpec(head_dim**-0.5)
+    page_size, longest = 16, 8192
+    shape = AttentionShape(
+        heads, kv_heads, head_dim, page_size, longest // page_size, torch.bfloat16, torch.device("cuda"), (spec,)
+    )
+    return ChoiceTable(shape, machine, read_lines(args.attention_table)).describe(decode_buckets(resolved))
 
 
 def show_plan(result: dict[str, Any]) -> None:
@@ -65,6 +80,8 @@ def show_plan(result: dict[str, Any]) -> None:
     for size in result["sizes"]:
         bar = "#" * round(20 * size["padding"])
         print(f"{size['batch']:>6} {size['rows']:>11} {size['positions']:>10} {100 * size['padding']:>6.0f} % {bar}")
+    if "attention" in result:
+        print(f"\n{result['attention']}")
 
 
 def guard(args: argparse.Namespace) -> dict[str, Any]:
@@ -291,6 +308,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--graph-rows", type=int, nargs="+", help="plan: row counts of your own in place of the default"
     )
+    parser.add_argument("--attention", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "HEAD_DIM"),
+                        help="plan: also the FlashInfer backend of every bucket, for bfloat16 heads")  # fmt: skip
+    parser.add_argument("--attention-table", help="plan: measurements that overrule the choice of backends")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dot", type=Path, help="inspect, on CUDA: also write the graph's nodes as Graphviz DOT")
     parser.add_argument("--max-tokens", type=int, default=32, help="coverage: tokens per answer")

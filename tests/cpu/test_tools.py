@@ -35,8 +35,10 @@ def test_the_plan_covers_every_batch_size(graph_debug: Any, capsys: pytest.Captu
         (9, 9, 27),
     ]
     assert len(result["keys"]) == len(SAMPLERS) * 7
-    assert graph_debug.main(["plan"]) == 0
-    assert capsys.readouterr().out.startswith(f"{len(SAMPLERS) * 8} graphs: 8 row counts x 1 k x {len(SAMPLERS)} ")
+    assert graph_debug.main(["plan", "--attention", "32", "8", "128"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{len(SAMPLERS) * 8} graphs: 8 row counts x 1 k x {len(SAMPLERS)} samplers")
+    assert "flashinfer_xqa" in text
 
 
 @pytest.mark.parametrize("command", ["guard", "inspect", "diff", "poison", "coverage"])
