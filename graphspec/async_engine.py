@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from graphspec.config import EngineConfig
-from graphspec.engine import Engine, Prompt
+from graphspec.engine import Engine
+from graphspec.intake import Prompt
 from graphspec.request import SamplingParams, StepOutput
 
 

@@ -17,7 +17,8 @@ import transformers
 from graphs import StreamError
 from graphspec.builtin_model import NAME as BUILTIN_NAME
 from graphspec.config import DRAFTERS, EngineConfig
-from graphspec.engine import Engine, Prompt
+from graphspec.engine import Engine
+from graphspec.intake import Prompt
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
 from graphspec.request import Completion, SamplingParams
 from graphspec.stats import EngineStats

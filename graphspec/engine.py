@@ -6,12 +6,11 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer
 from graphs import StreamError, check_compiler
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.drafting import create_drafter
+from graphspec.intake import Intake, Prompt
 from graphspec.model import PagedModel, load_module, model_path
 from graphspec.request import (
     MAX_PRIORITY,
@@ -31,14 +31,10 @@ from graphspec.request import (
     Usage,
     rank_of,
 )
-from graphspec.rules import TokenRules, spellings, token_rules
 from graphspec.runner import Launched, Runner, kv_layout
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
-from graphspec.text import TextStream
 from graphspec.watchdog import Watchdog
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Engine:
@@ -66,7 +62,7 @@ class Engine:
         except BaseException:
             paged.close()
             raise
-        self._facts, self._tokenizer = paged.facts, tokenizer
+        self._intake = Intake(tokenizer, paged.facts, self.config)
         self._synthetic = bool(drafter.forced_num_accepted)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -125,8 +121,8 @@ class Engine:
         others find them in the prefix cache."""
         self._check_open()
         params = params or SamplingParams()
-        token_ids = self.encode(prompt)
-        rules = self._check_prompt(token_ids, params)
+        token_ids = self._intake.encode(prompt)
+        rules = self._intake.check(token_ids, params)
         if not -MAX_PRIORITY < priority < MAX_PRIORITY:
             raise ValueError(f"priority must lie between -2**20 and 2**20, got {priority}")
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
@@ -138,11 +134,11 @@ class Engine:
                 seed=seed,
                 rank=rank_of(priority, self._num_arrived + index),
                 limit=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
-                stop_ids=self._stop_ids(params),
+                stop_ids=self._intake.stop_ids(params),
                 index=index,
                 rules=rules,
                 cache_salt=cache_salt,
-                text=self._text_stream(params),
+                text=self._intake.text_stream(params),
             )
             for index in range(params.n)
         ]
@@ -254,9 +250,9 @@ class Engine:
         every = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(every) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sampling parameters, got {len(every)}")
-        encoded = [self.encode(prompt) for prompt in prompts]
+        encoded = [self._intake.encode(prompt) for prompt in prompts]
         for token_ids, own in zip(encoded, every, strict=True):
-            self._check_prompt(token_ids, own)
+            self._intake.check(token_ids, own)
         requests = [r for token_ids, own in zip(encoded, every, strict=True) for r in self._add(token_ids, own)]
         ids = {r.request_id for r in requests}
         try:
@@ -319,10 +315,6 @@ class Engine:
 
     # State.
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
     def stats(self) -> EngineStats:
         """Counters and times since the engine was created."""
         scheduler, graphs = self._scheduler, self._runner.graph_stats()
@@ -362,70 +354,13 @@ class Engine:
         """Forget all cached prefixes, launches in flight or not. Running requests go on undisturbed."""
         self._scheduler.reset_prefix_cache()
 
-    # Input.
-
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        if self._tokenizer is None:
-            return None
-        return TextStream(self._tokenizer, params.stop, params.include_stop_str_in_output)
+    @property
+    def has_chat_template(self) -> bool:
+        return self._intake.has_chat_template
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, as `add_request` would read it. Raises ValueError without the tokenizer it needs."""
-        if isinstance(prompt, (np.ndarray, torch.Tensor)):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        if self._tokenizer is None:
-            raise ValueError("this engine has no tokenizer: pass token ids")
-        if isinstance(prompt, str):
-            return list(self._tokenizer.encode(prompt))
-        if not self.has_chat_template:
-            raise ValueError("the tokenizer has no chat template: pass text or token ids")
-        text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids)
-
-    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> TokenRules:
-        """Raise ValueError for what `add_request` refuses; return the request's rules."""
-        config, vocab = self.config, self._facts.vocab_size
-        if not token_ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if (params.stop or params.bad_words) and self._tokenizer is None:
-            raise ValueError(
-                "stop strings and bad words need a tokenizer, and this engine has none: "
-                "use stop_token_ids and bad_words_ids"
-            )
-        bad_words = [*map(tuple, params.bad_words_ids), *spellings(params.bad_words, self._tokenizer)]
-        for what, ids in (
-            ("prompt", token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias or ()),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("bad words", [token for word in bad_words for token in word]),
-        ):
-            bad = next((token for token in ids if not 0 <= token < vocab), None)
-            if bad is not None:
-                raise ValueError(f"token id {bad} in {what} is outside the vocabulary 0 .. {vocab - 1}")
-        if len(token_ids) >= config.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {config.max_model_len}, which leaves no "
-                "room for output: shorten the prompt or raise max_model_len"
-            )
-        pages = self._scheduler.pages_for(min(len(token_ids) + params.max_tokens, config.max_model_len))
-        if pages > config.num_pages:
-            raise ValueError(
-                f"the request may need {pages} KV pages and the pool has {config.num_pages}: "
-                "lower max_tokens, shorten the prompt or raise num_pages"
-            )
-        return token_rules(
-            allowed=params.allowed_token_ids,
-            bias=params.logit_bias,
-            bad_words=bad_words,
-            held_ids=self._stop_ids(params) if params.min_tokens else (),
-            until=len(token_ids) + params.min_tokens,
-        )
+        return self._intake.encode(prompt)
 
     def _check_open(self) -> None:
         if self._closed:
