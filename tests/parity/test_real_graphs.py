@@ -27,7 +27,10 @@ def serve(batch: int, **config: Any) -> tuple[list[list[int]], Engine]:
         NAME, EngineConfig(max_num_seqs=MAX_NUM_SEQS, depth=0, max_model_len=96, max_prefill_tokens=40, **config)
     )
     waiting = [
-        (prompt[:150], SamplingParams(max_tokens=(5, 12, 200)[i % 3], temperature=0.7 * (i % 2), seed=i))
+        (
+            prompt[:150],
+            SamplingParams(max_tokens=(5, 12, 200)[i % 3], temperature=0.7 * (i % 2), seed=i, ignore_eos=True),
+        )
         for i, prompt in enumerate(PROMPTS[: 2 * batch])
     ]
     tokens: dict[str, list[int]] = {}
