@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--overhead", action="store_true", help="host cost of a replay per bucket, without kernels")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="with --overhead: the largest bucket")
@@ -129,7 +130,7 @@ def main() -> None:
     for k in args.num_draft:
         config = EngineConfig(
             num_speculative_tokens=k, depth=args.depth, max_num_seqs=max(args.rows), max_model_len=2048,
-            dtype=args.dtype, enforce_eager=args.enforce_eager,
+            dtype=args.dtype, enforce_eager=args.enforce_eager, compile=args.compile,
         )  # fmt: skip
         with Engine.from_pretrained(args.model, config) as engine:
             for rows in args.rows:
