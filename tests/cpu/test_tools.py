@@ -194,3 +194,22 @@ def test_gpu_check_writes_a_table_that_the_choice_of_backends_reads(gpu_check: A
     found = [(line["rows"], line["backend"]) for line in table]
     assert found == [([1, 1], "flashinfer_xqa"), ([2, 8], "flashinfer_fa2")]
     assert len(read_lines(table)) == 2
+
+
+def test_bench_generate_runs_variants_side_by_side(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    bench = importlib.import_module("bench_generate")
+    args = ["--model", str(tiny_checkpoint), "--num-prompts", "4", "--concurrency", "2", "--max-tokens", "8"]
+    monkeypatch.setattr(sys, "argv", ["bench_generate.py", *args, "--ab", "depth=0,1", "--rounds", "2", "--json"])
+    bench.main()
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["config"]["depth"], second["config"]["depth"]) == (0, 1)
+    assert (first["ratio"], first["same_tokens"], second["same_tokens"]) == (1.0, True, True)
+    assert first["mean_acceptance_length"] == second["mean_acceptance_length"]
+    assert first["ttft_p50_ms"] > 0
+    assert first["tpot_p50_ms"] > 0
+    assert first["off_graph_decode_steps"] == 0
+    with pytest.raises(ValueError, match="depth=0,1"):
+        bench.variants("no_such_field=1")
