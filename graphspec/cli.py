@@ -170,6 +170,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-speculative-tokens", "--num_spec_tokens", "--num-spec-tokens", type=int, metavar="K",
         default=defaults.num_speculative_tokens, help="drafts per request and step; 0 is off")  # fmt: skip
     add("--drafter", choices=DRAFTERS, default=defaults.drafter)
+    add("--draft-model", help="drafts with this causal LM of the same vocabulary: a name as for --model")
+    add("--draft-shares-noise", action=argparse.BooleanOptionalAction, default=defaults.draft_shares_noise,
+        help="the draft model draws with the noise and the processors of the model")  # fmt: skip
     add("--forced-num-accepted", type=int, default=0, help="with --drafter forced: drafts accepted per step")
     depth = g.add_mutually_exclusive_group()
     depth.add_argument("--depth", type=int, default=defaults.depth, help="steps the scheduler runs ahead; 0 is sync")

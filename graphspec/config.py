@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DRAFTERS = ("none", "ngram", "forced")
+DRAFTERS = ("auto", "none", "ngram", "draft_model", "forced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,12 @@ class EngineConfig:
     """Everything tunable. None (or "auto") means: decided from the model and the machine at start-up.
 
     num_speculative_tokens   k >= 0, drafts per request in every decode step; 0 turns speculation off
-    drafter                  "ngram" proposes from the request's own text, "none" only with k = 0, "forced" accepts
-                             exactly `forced_num_accepted` drafts per step (benchmarks: the text is not the model's)
+    drafter                  "ngram" proposes from the request's own text, "draft_model" with a second model, "none"
+                             only with k = 0, "forced" accepts exactly `forced_num_accepted` drafts per step
+                             (benchmarks: the text is not the model's); "auto" is "draft_model" if there is one, else
+                             "ngram"
+    draft_model              a causal LM with the same vocabulary: built-in name, folder or hub id
+    draft_shares_noise       the draft model draws with the target's noise and processors; else its likeliest token
     ngram_min, ngram_max     shortest and longest n-gram that "ngram" matches
     depth                    launches in flight beyond the one whose answer is taken; 0 is synchronous, 1 the default
     page_size                tokens per KV page
@@ -50,7 +54,9 @@ class EngineConfig:
     """
 
     num_speculative_tokens: int = 3
-    drafter: str = "ngram"
+    drafter: str = "auto"
+    draft_model: str | None = None
+    draft_shares_noise: bool = True
     forced_num_accepted: int = 0
     ngram_min: int = 2
     ngram_max: int = 4
@@ -80,6 +86,8 @@ class EngineConfig:
             (0 <= k <= 64, f"num_speculative_tokens must be in 0 .. 64, got {k}; 0 turns speculation off"),
             (self.drafter in DRAFTERS, f'unknown drafter "{self.drafter}": use one of {", ".join(DRAFTERS)}'),
             (k == 0 or self.drafter != "none", 'drafter "none" drafts nothing: set num_speculative_tokens=0 with it'),
+            (self.draft_model is None or self.drafter in ("auto", "draft_model"),
+             f'drafter "{self.drafter}" uses no draft_model: leave one of the two out'),
             (0 <= self.forced_num_accepted <= k or self.drafter != "forced",
              f"forced_num_accepted must be in 0 .. num_speculative_tokens ({k}), got {self.forced_num_accepted}"),
             (1 <= self.ngram_min <= self.ngram_max <= 16,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attention import AttentionBackend, Bucket
+from attention import Bucket
 from graphs import Backend, CapturedGraph, GraphKey, GraphStore, PersistentBuffers, compare_replay, poison
 from graphspec.iteration import DecodeInputs, Iteration, StepTensors
 from graphspec.state import SlotState
@@ -28,12 +28,20 @@ class DecodeStep:
         backend: Backend,
     ) -> None:
         buffers = PersistentBuffers()
-        self._iteration = iteration
-        self._kv_caches = {f"kv.{layer}": kv_cache for layer, kv_cache in enumerate(kv_caches)}
+        self._iteration, drafter = iteration, iteration.drafter
         rows = max(bucket.rows for bucket in buckets)
         self.inputs = _allocate_inputs(buffers, rows, table_width, iteration.state.computed.device)
         iteration.attention.plan(buckets, self.inputs.block_tables)
-        _register(buffers, iteration.state, self._kv_caches, iteration.attention)
+        drafter.plan(buckets, table_width)
+        own = drafter.buffers()
+        self._by_page = {f"kv.{layer}": kv_cache for layer, kv_cache in enumerate(kv_caches)}
+        self._by_page |= {f"drafter.{name}": tensor for name, tensor in own.by_page.items()}
+        self._by_slot = _state_fields(iteration.state)
+        self._by_slot |= {f"drafter.{name}": tensor for name, tensor in own.by_slot.items()}
+        scratch = {f"attention.{name}": tensor for name, tensor in iteration.attention.buffers().items()}
+        scratch |= {f"drafter.{name}": tensor for name, tensor in own.scratch.items()}
+        for name, tensor in (self._by_slot | self._by_page | scratch).items():
+            buffers.add(name, tensor, writer="step")
         self.store = GraphStore(buffers, backend, self.fill_with_padding)
 
     @property
@@ -69,26 +77,26 @@ class DecodeStep:
         and what it wrote to the scratch page is wiped."""
         with self.buffers.writing("staging"):
             self.inputs.row_slots.fill_(self._iteration.state.scratch_slot)
-            self.inputs.block_tables.fill_(self._iteration.scratch_page)
-        for kv_cache in self._kv_caches.values():
-            kv_cache[self._iteration.scratch_page].zero_()
+            self.inputs.block_tables.fill_(self._iteration.paging.scratch_page)
+        for paged in self._by_page.values():
+            paged[self._iteration.paging.scratch_page].zero_()
 
     def padding(self) -> dict[str, Any]:
         """Buffers, and the index of what in them belongs to padding rows and may hold anything. (Computed counts are
         not among it: every step leaves the one of the scratch slot at zero.)"""
-        scratch = self._iteration.state.scratch_slot
-        owned: dict[str, Any] = {n: scratch for n in self.buffers if n.startswith("state.") and n != "state.computed"}
-        return owned | dict.fromkeys(self._kv_caches, self._iteration.scratch_page)
+        owned: dict[str, Any] = dict.fromkeys(self._by_slot.keys() - {"state.computed"}, self._iteration.state.scratch_slot)
+        return owned | dict.fromkeys(self._by_page, self._iteration.paging.scratch_page)
 
     def self_test(self, key: GraphKey) -> list[str]:
         """Check one graph while nothing is served yet: on one row of slot 0 and padding for the rest, replay against
         eager, and garbage in the padding. Returns one sentence per finding and leaves everything as it was."""
-        graph, iteration = self.store[key], self._iteration
-        pages = list(range(min(iteration.scratch_page, -(-(1 + key.num_draft) // iteration.page_size))))
+        graph, paging = self.store[key], self._iteration.paging
+        reach = 2 + key.num_draft + self._iteration.drafter.lookahead(key.num_draft)  # the newest token, and drafting
+        pages = list(range(min(paging.scratch_page, -(-reach // paging.page_size))))
         self.fill_with_padding()
         self.inputs.row_slots[0] = 0
         self.inputs.block_tables[0, : len(pages)] = torch.tensor(pages)
-        parts = dict.fromkeys(self._kv_caches, torch.tensor([*pages, iteration.scratch_page]))
+        parts = dict.fromkeys(self._by_page, torch.tensor([*pages, paging.scratch_page]))
         found = poison(graph, self.padding(), lambda outputs: [out[:1] for out in outputs], parts=parts)
         # A compiled record has no bit-equal oracle, and a CUDA graph of compiled code is compared with that code.
         if not getattr(graph.program, "rewritten", False):
@@ -110,13 +118,9 @@ def _allocate_inputs(buffers: PersistentBuffers, rows: int, width: int, device: 
     )
 
 
-def _register(
-    buffers: PersistentBuffers, state: SlotState, kv_caches: dict[str, torch.Tensor], attention: AttentionBackend
-) -> None:
-    """Name everything that steps update in place."""
+def _state_fields(state: SlotState) -> dict[str, torch.Tensor]:
+    """Everything that steps update in place and that has one row per slot, by name."""
     fields = {n: t for n, t in state._asdict().items() if isinstance(t, torch.Tensor)}
     for group in ("sampling", "processors"):
         fields |= {f"{group}.{name}": tensor for name, tensor in getattr(state, group)._asdict().items()}
-    scratch = {f"attention.{n}": t for n, t in attention.buffers().items()}
-    for name, tensor in ({f"state.{n}": t for n, t in fields.items()} | kv_caches | scratch).items():
-        buffers.add(name, tensor, writer="step")
+    return {f"state.{name}": tensor for name, tensor in fields.items()}

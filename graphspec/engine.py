@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from graphs import StreamError, check_compiler
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
-from graphspec.drafting import create_drafter
 from graphspec.intake import Intake, Prompt
-from graphspec.model import PagedModel, load_module, model_path
+from graphspec.model import PagedModel, draft_module, load_module, model_path, open_draft
+from graphspec.paging import kv_layout
 from graphspec.request import (
     MAX_PRIORITY,
     Completion,
@@ -31,7 +31,7 @@ from graphspec.request import (
     Usage,
     rank_of,
 )
-from graphspec.runner import Launched, Runner, kv_layout
+from graphspec.runner import Launched, Runner
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
 from graphspec.watchdog import Watchdog
@@ -44,24 +44,38 @@ class Engine:
     requests and calls `step`.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        *,
+        draft_model: nn.Module | None = None,
+    ) -> None:
+        """`draft_model` is a causal LM that drafts, in the place of the one that `config.draft_model` names.
+
+        Raises ValueError, in one sentence, for models and configurations that cannot work, alone or together.
+        """
         config = config or EngineConfig()
         device = next(model.parameters()).device
         if config.compile:
             check_compiler(device)
-        paged = PagedModel(model)
-        drafter = create_drafter(config)
-        try:
+        module = draft_module(config, model, draft_model)
+        with ExitStack() as undo:
+            paged = PagedModel(model)
+            undo.callback(paged.close)
+            draft = None if module is None else open_draft(module, paged)
+            if draft is not None:
+                undo.callback(draft.close)
             self.config = resolve(
                 config,
                 model_limit=paged.facts.max_positions,
-                page_bytes=kv_layout(paged, config.page_size, 1).page_bytes,
+                page_bytes=sum(kv_layout(m, config.page_size, 1).page_bytes for m in (paged, draft) if m is not None),
                 free_bytes=free_memory(device),
             )
-            self._runner = Runner(paged, self.config, drafter, device)
-        except BaseException:
-            paged.close()
-            raise
+            self._runner = Runner(paged, self.config, device, draft)
+            undo.pop_all()
+        drafter = self._runner.drafter
         self._intake = Intake(tokenizer, paged.facts, self.config)
         self._synthetic = bool(drafter.forced_num_accepted)
         self._scheduler = Scheduler(
@@ -73,6 +87,7 @@ class Engine:
                 page_size=config.page_size,
                 num_pages=self.config.num_pages,
                 table_width=self.config.table_width,
+                reads_prompt=drafter.reads_prompt,
             )
         )
         self._in_flight: deque[Launched] = deque()

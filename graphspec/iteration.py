@@ -7,18 +7,18 @@ tokens and in how many positions they sample; everything after the forward pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from attention import AttentionBackend, AttnInputs
-from graphspec.drafting import Drafter
+from graphspec.drafting import Drafter, DraftInputs, PromptChunks
 from graphspec.logprobs import token_logprobs
-from graphspec.processors import Context, process
+from graphspec.paging import Paging
+from graphspec.processors import Context
 from graphspec.request import kind_parts
-from graphspec.sampling import sample
+from graphspec.row_sampler import RowSampler
 from graphspec.state import SlotState
 from graphspec.verify import verify
 
@@ -29,7 +29,18 @@ OUTPUT_HEADER = 3
 # Output rows, and for kinds with log-probabilities those of the tokens in them, [R, width * logprob_width] (int32).
 StepTensors = tuple[torch.Tensor, ...]
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttnInputs, int | torch.Tensor], torch.Tensor]
+
+class Forward(Protocol):
+    """See `PagedModel.forward`."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        paged: AttnInputs,
+        logits_to_keep: int | torch.Tensor = 0,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]: ...
 
 
 class DecodeInputs(NamedTuple):
@@ -53,6 +64,17 @@ class PrefillInputs(NamedTuple):
     scored: torch.Tensor  # [N] int64, indices of tokens whose successor in the prompt is asked for
 
 
+class _Rows(NamedTuple):
+    """What is known of R rows before they are verified; Q = 1 + k positions, or 1 after a prefill."""
+
+    slots: torch.Tensor  # [R] int64
+    block_tables: torch.Tensor  # [R, P] int32
+    computed: torch.Tensor  # [R] int64
+    drafts: torch.Tensor  # [R, Q - 1] int64
+    legal: torch.Tensor  # [R, Q] bool, the input id was one
+    hidden: tuple[torch.Tensor, ...]  # [R, Q, D] each
+
+
 @dataclass(frozen=True)
 class Iteration:
     """What is fixed for every step of an engine."""
@@ -61,9 +83,7 @@ class Iteration:
     attention: AttentionBackend
     state: SlotState
     drafter: Drafter
-    page_size: int
-    scratch_page: int
-    max_model_len: int
+    paging: Paging
     vocab_size: int
 
     def decode(self, inputs: DecodeInputs, num_draft: int, sampler: str) -> StepTensors:
@@ -71,18 +91,12 @@ class Iteration:
         tokens, computed = self._correct(inputs.row_slots, num_draft)
         legal = (tokens >= 0) & (tokens < self.vocab_size)
         tokens = tokens.clamp(0, self.vocab_size - 1)  # an id that went wrong must not reach an index
-        rows, width = tokens.shape
-        positions = computed.unsqueeze(1) + torch.arange(width, device=tokens.device)
-        paged = AttnInputs(
-            block_tables=inputs.block_tables,
-            seq_lens=(computed + width).to(torch.int32),
-            query_start=torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=tokens.device),
-            slot_mapping=self._slot_mapping(inputs.block_tables, positions).flatten(),
-            query_len=width,
-        )
+        positions = computed.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        paged = self.paging.decode_inputs(inputs.block_tables, positions)
         self.attention.prepare(paged)
-        logits = self.forward(tokens, positions, paged, 0)
-        return self._finish(logits, tokens[:, 1:], inputs.row_slots, computed, legal, num_draft, sampler)
+        logits, hidden = self.forward(tokens, positions, paged, 0, self.drafter.hidden_layers)
+        rows = _Rows(inputs.row_slots, inputs.block_tables, computed, tokens[:, 1:], legal, hidden)
+        return self._finish(logits, rows, num_draft, sampler)
 
     def prefill(self, inputs: PrefillInputs, num_draft: int, sampler: str) -> tuple[StepTensors, torch.Tensor | None]:
         """C packed chunks -> output rows `[C, OUTPUT_HEADER + 1]`, and log-probabilities `[N, logprob_width]` of prompt
@@ -90,20 +104,31 @@ class Iteration:
         history = self.state.history
         tokens = history[inputs.token_slots, inputs.positions].unsqueeze(0)
         tables = inputs.block_tables.index_select(0, inputs.token_rows)  # [T, P]
-        slot_mapping = self._slot_mapping(tables, inputs.positions.unsqueeze(1)).flatten()
+        slot_mapping = self.paging.slot_mapping(tables, inputs.positions.unsqueeze(1)).flatten()
         paged = AttnInputs(inputs.block_tables, inputs.seq_lens, inputs.query_start, slot_mapping)
         last = (inputs.query_start[1:] - 1).to(torch.int64)
         kept = torch.cat((last, inputs.scored))
-        logits = self.forward(tokens, inputs.positions.unsqueeze(0), paged, kept).transpose(0, 1)  # [C + N, 1, V]
+        layers = self.drafter.hidden_layers
+        logits, hidden = self.forward(tokens, inputs.positions.unsqueeze(0), paged, kept, layers)
+        logits = logits.transpose(0, 1)  # [C + N, 1, V]
         prompt_logprobs = None
         if len(inputs.scored):
             successors = history[inputs.token_slots[inputs.scored], inputs.positions[inputs.scored] + 1]
             prompt_logprobs = token_logprobs(logits[len(last) :, 0], successors)
-        no_drafts = tokens.new_zeros((inputs.row_slots.shape[0], 0))
+        if num_draft:
+            read = tuple(h[0] for h in hidden)
+            self.drafter.prefill(PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, read))
+        is_padding = (inputs.row_slots == self.state.scratch_slot).unsqueeze(1)
         computed = inputs.seq_lens.to(torch.int64) - 1
-        legal = torch.ones_like(computed, dtype=torch.bool).unsqueeze(1)
-        output = self._finish(logits[: len(last)], no_drafts, inputs.row_slots, computed, legal, num_draft, sampler)
-        return output, prompt_logprobs
+        rows = _Rows(
+            slots=inputs.row_slots,
+            block_tables=torch.where(is_padding, self.paging.scratch_page, inputs.block_tables),
+            computed=computed,
+            drafts=tokens.new_zeros((len(last), 0)),
+            legal=torch.ones_like(computed, dtype=torch.bool).unsqueeze(1),
+            hidden=tuple(h[0, last].unsqueeze(1) for h in hidden),
+        )
+        return self._finish(logits[: len(last)], rows, num_draft, sampler), prompt_logprobs
 
     def _correct(self, slots: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The truth of the slots, in the place of what the scheduler could not know: input tokens `[R, 1 + k]`
@@ -112,47 +137,40 @@ class Iteration:
         drafts = self.state.drafts.index_select(0, slots)[:, :num_draft]
         return torch.cat((newest, drafts), dim=1), self.state.computed.index_select(0, slots)
 
-    def _slot_mapping(self, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where the K/V of `positions` `[R, Q]` go. Past the maximal length they go to the scratch page: sequence
-        lengths are never clamped, since that would shift the causal diagonal of the certain token too."""
-        pages = block_tables.gather(1, positions // self.page_size).to(torch.int64)
-        pages = torch.where(positions < self.max_model_len, pages, self.scratch_page)
-        return pages * self.page_size + positions % self.page_size
-
-    def _finish(
-        self,
-        logits: torch.Tensor,
-        drafts: torch.Tensor,
-        slots: torch.Tensor,
-        computed: torch.Tensor,
-        legal: torch.Tensor,
-        num_draft: int,
-        sampler: str,
-    ) -> StepTensors:
+    def _finish(self, logits: torch.Tensor, rows: _Rows, num_draft: int, sampler: str) -> StepTensors:
         """Verify, update the slots, draft the next step, and pack the output rows."""
-        state, kind = self.state, kind_parts(sampler)
-        num_verified = drafts.shape[1]
+        state, kind, slots, computed = self.state, kind_parts(sampler), rows.slots, rows.computed
+        num_verified = rows.drafts.shape[1]
         offsets = torch.arange(num_verified + 1, device=slots.device)
         places = computed.unsqueeze(1) + 1 + offsets  # absolute positions of the sampled tokens
-        processed = logits
+        row_sampler, processed = RowSampler.of(kind, state, slots), logits
         if kind.processors:
-            context = Context.of(state.history.index_select(0, slots), computed, drafts)
-            processed = process(logits, context, state.processors.rows(slots))
-        params = state.sampling if kind.base == "greedy" else state.sampling.rows(slots)  # greedy reads none
-        samples = sample(processed, places, params, kind.base)
+            context = Context.of(state.history.index_select(0, slots), computed, rows.drafts)
+            processed = row_sampler.process(logits, context)
+        samples = row_sampler.draw(processed, places)
         most = state.speculation.index_select(0, slots).clamp(0, num_verified)
-        verdict = verify(drafts, samples, most, self.drafter.forced_num_accepted if num_verified else None)
+        verdict = verify(rows.drafts, samples, most, self.drafter.forced_num_accepted if num_verified else None)
 
-        new_computed = (computed + verdict.num_emitted).clamp(max=self.max_model_len)
+        newest = (computed + verdict.num_emitted).clamp(max=self.paging.max_model_len)
         state.history.index_put_((slots.unsqueeze(1), places), verdict.emitted)
-        state.computed.index_copy_(0, slots, new_computed)
+        state.computed.index_copy_(0, slots, newest)
         state.last_token.index_copy_(0, slots, verdict.newest)
         if num_draft:
-            history = state.history.index_select(0, slots)
-            state.drafts.index_copy_(0, slots, self.drafter.propose(history, new_computed + 1, num_draft))
+            known = DraftInputs(
+                slots=slots,
+                block_tables=rows.block_tables,
+                tokens=verdict.emitted,
+                start=computed + 1,
+                num_emitted=verdict.num_emitted,
+                hidden=rows.hidden,
+                history=state.history.index_select(0, slots),
+                newest=newest,
+                sampler=row_sampler,
+            )
+            state.drafts.index_copy_(0, slots, self.drafter.propose(known, num_draft))
         self._reset_scratch_slot()
 
-        healthy = torch.isfinite(logits.amax(dim=-1)) & legal
+        healthy = torch.isfinite(logits.amax(dim=-1)) & rows.legal
         if kind.processors:  # a token must be left
             healthy &= torch.isfinite(processed.amax(dim=-1))
         num_healthy = healthy.to(torch.int64).cumprod(dim=1).sum(dim=1)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from attention import AttentionBackend, AttentionSpec, AttnInputs, Planless
 from graphspec.builtin_model import NAME as BUILTIN_NAME
 from graphspec.builtin_model import builtin_model_path
+from graphspec.config import EngineConfig
 
 # Names that contain "flash", "sdpa", "flex" or "paged|" take other paths inside transformers.
 ATTENTION_NAME = "graphspec_paged"
@@ -199,15 +200,23 @@ class PagedModel:
         positions: torch.Tensor,
         paged: AttnInputs,
         logits_to_keep: int | torch.Tensor = 0,
-    ) -> torch.Tensor:
-        """`input_ids`, `positions` `[B, L]` -> logits `[B, L', V]` of the kept positions (0 keeps all).
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """`input_ids`, `positions` `[B, L]` -> logits `[B, L', V]` of the kept positions (0 keeps all), and the hidden
+        states `[B, L, D]` that `hidden_layers` index in transformers' list (0 enters the first layer).
 
         No cache argument is named: `use_cache=False` keeps transformers' own cache out of the way.
         """
+        asked = {"output_hidden_states": True} if hidden_layers else {}
         out = self.module(
-            input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, paged=paged
+            input_ids=input_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            paged=paged,
+            **asked,
         )
-        return cast(torch.Tensor, out.logits)
+        return out.logits, tuple(out.hidden_states[layer] for layer in hidden_layers)
 
     def close(self) -> None:
         for module in self.attention_modules:
@@ -216,6 +225,40 @@ class PagedModel:
                 del module.paged_backend
         self.kv_caches = []
         self.module.set_attn_implementation(self._previous_attention)  # type: ignore[operator]
+
+
+def draft_module(config: EngineConfig, target: nn.Module, given: nn.Module | None) -> nn.Module | None:
+    """The module that drafts for `target`: `given`, or the one that `config` names, in the target's dtype and on its
+    device; None if another drafter does. Raises ValueError for choices that do not fit together."""
+    wanted = config.draft_model is not None or given is not None
+    if given is not None and (config.draft_model is not None or config.drafter not in ("auto", "draft_model")):
+        raise ValueError("a draft model was passed to the engine, and its configuration names another drafter: drop one")
+    if config.num_speculative_tokens == 0:
+        return None
+    if config.drafter == "draft_model" and not wanted:
+        raise ValueError('drafter "draft_model" needs a model: set draft_model to a name, or pass a module to Engine')
+    if config.draft_model is None:
+        return given
+    weight = next(target.parameters())
+    return load_module(config.draft_model, weight.dtype, weight.device)
+
+
+def open_draft(module: nn.Module, target: PagedModel) -> PagedModel:
+    """`module`, to draft for `target`. Raises ValueError if the two do not go together or it is not supported."""
+    if {id(m) for m in module.modules()} & {id(m) for m in target.attention_modules}:
+        raise ValueError("the draft model is the model itself: load a second one, or leave it out to draft by n-grams")
+    try:
+        draft = PagedModel(module)
+    except UnsupportedModelError as reason:
+        raise UnsupportedModelError(f"the draft model cannot be used: {reason}") from reason
+    ours, theirs = target.facts.vocab_size, draft.facts.vocab_size
+    if ours != theirs:
+        draft.close()
+        raise ValueError(
+            f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
+            "use a draft model with the same tokenizer"
+        )
+    return draft
 
 
 class _CountingBackend(Planless):

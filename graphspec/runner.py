@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from attention import AttentionShape, AttentionSpec, Bucket, KVLayout, allocate_kv_cache, read_lines
-from attention import create_backend as create_attention
+from attention import Bucket
 from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompiler, create_backend, create_stream
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
-from graphspec.drafting import Drafter
+from graphspec.drafting import create_drafter
 from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
 from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
+from graphspec.paging import Paging, attach_kv
 from graphspec.request import kind_parts
 from graphspec.sampling import BASES, SAMPLERS
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
@@ -78,29 +78,24 @@ class _Work:
 class Runner:
     """Launches plans. `launch` returns at once; stream order is admissions, prefill chunks, decode step, read-back."""
 
-    def __init__(self, model: PagedModel, config: ResolvedConfig, drafter: Drafter, device: torch.device) -> None:
+    def __init__(
+        self, model: PagedModel, config: ResolvedConfig, device: torch.device, draft: PagedModel | None = None
+    ) -> None:
         user = config.user
         self.device = device
         self.graph_plan = graph_plan(user)
-        self._model = model
-        specs = model.bind(allocate_kv_cache(kv_layout(model, user.page_size, config.num_pages), device))
-        self._attention = create_attention(
-            user.attention_backend,
-            attention_shape(model, config, device, specs),
-            lines=read_lines(user.attention_table),
-            in_flight=user.depth + 2,
-        )
-        model.attend_with(self._attention)
+        self._model, self._draft = model, draft
+        self._attention = attach_kv(model, config, device)
+        paging = Paging(user.page_size, config.num_pages, config.max_model_len)
+        self.drafter = create_drafter(config, draft, paging, device)
         vocab_size = model.facts.vocab_size
         self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, vocab_size, device)
         self._iteration = Iteration(
             forward=model.forward,
             attention=self._attention,
             state=self._state,
-            drafter=drafter,
-            page_size=user.page_size,
-            scratch_page=config.num_pages,
-            max_model_len=config.max_model_len,
+            drafter=self.drafter,
+            paging=paging,
             vocab_size=vocab_size,
         )
         sizes = StagingSizes(
@@ -170,7 +165,9 @@ class Runner:
         for admission in plan.admissions:
             admit(self._state, admission)
         if work.prefill is not None and plan.prefill is not None:
-            self._attention.plan_prefill(work.prefill.block_tables, work.prefill.seq_lens, work.prefill.query_start)
+            host_plan = (work.prefill.block_tables, work.prefill.seq_lens, work.prefill.query_start)
+            self._attention.plan_prefill(*host_plan)
+            self.drafter.plan_prefill(*host_plan)
             on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in work.prefill))
             first, scored = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
             _copy_rows((staged.prefill_output, staged.prefill_logprobs), first)
@@ -192,18 +189,14 @@ class Runner:
     def close(self) -> None:
         self._stream.close()
         self._model.close()
+        if self._draft is not None:
+            self._draft.close()
 
 
 def _copy_rows(host: Iterable[torch.Tensor], device: StepTensors) -> None:
     """Read back what a step returned: leading rows of as many host arrays as there are outputs."""
     for target, source in zip(host, device, strict=False):
         target[: len(source)].copy_(source, non_blocking=True)
-
-
-def kv_layout(model: PagedModel, page_size: int, num_pages: int) -> KVLayout:
-    """The KV cache of `num_pages` pages and the scratch page behind them."""
-    facts = model.facts
-    return KVLayout(facts.num_layers, num_pages + 1, page_size, facts.num_kv_heads, facts.head_dim, facts.dtype)
 
 
 def graph_plan(user: EngineConfig) -> GraphPlan:
@@ -215,23 +208,6 @@ def graph_plan(user: EngineConfig) -> GraphPlan:
 def decode_buckets(plan: GraphPlan) -> list[Bucket]:
     """The shapes that decode steps can have, largest batch last."""
     return [Bucket(rows, 1 + k) for k in plan.num_drafts for rows in plan.ladder.rungs]
-
-
-def attention_shape(
-    model: PagedModel, config: ResolvedConfig, device: torch.device, specs: tuple[AttentionSpec, ...]
-) -> AttentionShape:
-    """What an attention backend is asked for."""
-    facts = model.facts
-    return AttentionShape(
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
-        page_size=config.user.page_size,
-        table_width=config.table_width,
-        dtype=facts.dtype,
-        device=device,
-        specs=specs,
-    )
 
 
 def captured_at_start(user: EngineConfig, device: torch.device) -> tuple[str, ...]:

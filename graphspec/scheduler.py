@@ -37,7 +37,8 @@ DESCRIBED = ("epoch", "settled", "prefilled", "placeholders", "sampling", "limit
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The limits the scheduler works with; `table_width` is the number of entries of a page-table row."""
+    """The limits the scheduler works with; `table_width` is the number of entries of a page-table row. With
+    `reads_prompt` the last token of a prompt is always prefilled, for the drafter."""
 
     max_num_seqs: int
     max_prefill_tokens: int
@@ -46,6 +47,7 @@ class SchedulerConfig:
     page_size: int
     num_pages: int
     table_width: int
+    reads_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,13 @@ class Scheduler:
             return None
         del self.waiting[0]
         pool.share(shared)
-        slot = table.occupy(request, shared + pool.reserve(count), len(shared), self.config.page_size)
+        slot = table.occupy(
+            request,
+            shared + pool.reserve(count),
+            len(shared),
+            self.config.page_size,
+            may_skip=not self.config.reads_prompt,
+        )
         self.stats.prefix_cache_queries += request.num_tokens
         self.stats.prefix_cache_hits += len(shared) * self.config.page_size
         return Admission(

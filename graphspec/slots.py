@@ -53,9 +53,9 @@ class SlotTable:
     def num_unused(self) -> int:
         return len(self._unused)
 
-    def occupy(self, request: Request, pages: list[int], cached: int, page_size: int) -> int:
+    def occupy(self, request: Request, pages: list[int], cached: int, page_size: int, *, may_skip: bool) -> int:
         """Give a free slot to `request`, which owns `pages`; the content of the first `cached` is already there.
-        The caller has checked `num_unused`."""
+        `may_skip`: the last token needs no prefill. The caller has checked `num_unused`."""
         slot = self._unused.pop()
         request.slot = slot
         self.request[slot] = request
@@ -63,7 +63,7 @@ class SlotTable:
         self.cached[slot] = self.published[slot] = cached
         self.prefilled[slot] = cached * page_size
         # With one token left to compute there is nothing to prefill: that token is what a decode step starts from.
-        self.phase[slot] = DECODE if self.settled[slot] - self.prefilled[slot] == 1 else PREFILL
+        self.phase[slot] = DECODE if may_skip and self.settled[slot] - self.prefilled[slot] == 1 else PREFILL
         self.limit[slot] = request.limit
         self.min_length[slot] = len(request.prompt_ids) + request.params.min_tokens
         self.watched[slot] = bool(request.params.stop)

@@ -1,17 +1,38 @@
 """Drafters, one file each, behind one protocol."""
 
-from graphspec.config import EngineConfig
+import torch
+
+from graphspec.config import ResolvedConfig
+from graphspec.drafting.draft_model import DraftModelDrafter
 from graphspec.drafting.forced import ForcedDrafter
 from graphspec.drafting.ngram import NgramDrafter
 from graphspec.drafting.none import NoDrafter
-from graphspec.drafting.protocol import Drafter
+from graphspec.drafting.protocol import Drafter, DrafterBuffers, DraftInputs, HistoryDrafter, PromptChunks
+from graphspec.model import PagedModel
+from graphspec.paging import Paging, attach_kv
 
-__all__ = ["Drafter", "ForcedDrafter", "NgramDrafter", "NoDrafter", "create_drafter"]
+__all__ = [
+    "DraftInputs",
+    "DraftModelDrafter",
+    "Drafter",
+    "DrafterBuffers",
+    "ForcedDrafter",
+    "HistoryDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "PromptChunks",
+    "create_drafter",
+]
 
 
-def create_drafter(config: EngineConfig) -> Drafter:
-    """The drafter a configuration names; without speculation it is always `NoDrafter`."""
-    if config.num_speculative_tokens == 0:
+def create_drafter(config: ResolvedConfig, draft: PagedModel | None, paging: Paging, device: torch.device) -> Drafter:
+    """The drafter a configuration names; without speculation it is always `NoDrafter`. `draft` is the draft model."""
+    user = config.user
+    if config.num_draft == 0:
         return NoDrafter()
-    ngram = NgramDrafter(config.ngram_min, config.ngram_max)
-    return ForcedDrafter(ngram, config.forced_num_accepted) if config.drafter == "forced" else ngram
+    if draft is not None:
+        return DraftModelDrafter(
+            draft, attach_kv(draft, config, device), paging, shares_noise=user.draft_shares_noise
+        )
+    ngram = NgramDrafter(user.ngram_min, user.ngram_max)
+    return ForcedDrafter(ngram, user.forced_num_accepted) if user.drafter == "forced" else ngram

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from graphspec.drafting.ngram import NgramDrafter
+from graphspec.drafting.protocol import DraftInputs, HistoryDrafter
 
 
-class ForcedDrafter:
+class ForcedDrafter(HistoryDrafter):
     """Drafts like `ngram`, so that a step does the same work, and has exactly `num_accepted` drafts accepted.
 
     With num_accepted = 0 the text is the model's; otherwise it is not, and completions say so.
@@ -17,10 +18,7 @@ class ForcedDrafter:
 
     def __init__(self, drafter: NgramDrafter, num_accepted: int) -> None:
         self._drafter = drafter
-        self.forced_num_accepted: int | None = num_accepted
+        self.forced_num_accepted = num_accepted
 
-    def lookahead(self, num_draft: int) -> int:
-        return self._drafter.lookahead(num_draft)
-
-    def propose(self, history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
-        return self._drafter.propose(history, lengths, num_draft)
+    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+        return self._drafter.propose(inputs, num_draft)

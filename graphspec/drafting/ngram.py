@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from graphspec.drafting.protocol import DraftInputs, HistoryDrafter
 
-class NgramDrafter:
+
+class NgramDrafter(HistoryDrafter):
     """Find where the newest tokens of a row occurred before, and propose what followed.
 
     Of all earlier occurrences the longest match within `min_n .. max_n` tokens wins, of equally long ones the latest.
@@ -13,17 +15,13 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    forced_num_accepted: int | None = None
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n, self._max_n = min_n, max_n
 
-    def lookahead(self, num_draft: int) -> int:
-        return 0
-
-    def propose(self, history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+        history, newest = inputs.history, inputs.newest.unsqueeze(1)  # [R, H], [R, 1]
         width = history.shape[1]
-        newest = (lengths - 1).unsqueeze(1)  # [R, 1]
         # matched[r, i]: how many tokens, at most max_n, ending at position i equal those ending at the newest token
         running = torch.ones_like(history, dtype=torch.bool)
         matched = torch.zeros_like(history, dtype=torch.int32)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from graphspec.drafting.protocol import DraftInputs, HistoryDrafter
 
-class NoDrafter:
+
+class NoDrafter(HistoryDrafter):
     name = "none"
-    forced_num_accepted: int | None = None
 
-    def lookahead(self, num_draft: int) -> int:
-        return 0
-
-    def propose(self, history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
         assert num_draft == 0
-        return history[:, :0]
+        return inputs.tokens[:, :0]
