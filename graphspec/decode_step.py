@@ -84,7 +84,9 @@ class DecodeStep:
     def padding(self) -> dict[str, Any]:
         """Buffers, and the index of what in them belongs to padding rows and may hold anything. (Computed counts are
         not among it: every step leaves the one of the scratch slot at zero.)"""
-        owned: dict[str, Any] = dict.fromkeys(self._by_slot.keys() - {"state.computed"}, self._iteration.state.scratch_slot)
+        owned: dict[str, Any] = dict.fromkeys(
+            self._by_slot.keys() - {"state.computed"}, self._iteration.state.scratch_slot
+        )
         return owned | dict.fromkeys(self._by_page, self._iteration.paging.scratch_page)
 
     def self_test(self, key: GraphKey) -> list[str]:

@@ -232,7 +232,9 @@ def draft_module(config: EngineConfig, target: nn.Module, given: nn.Module | Non
     device; None if another drafter does. Raises ValueError for choices that do not fit together."""
     wanted = config.draft_model is not None or given is not None
     if given is not None and (config.draft_model is not None or config.drafter not in ("auto", "draft_model")):
-        raise ValueError("a draft model was passed to the engine, and its configuration names another drafter: drop one")
+        raise ValueError(
+            "a draft model was passed to the engine, and its configuration names another drafter: drop one"
+        )
     if config.num_speculative_tokens == 0:
         return None
     if config.drafter == "draft_model" and not wanted:

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from attention import AttentionBackend, AttentionShape, AttentionSpec, AttnInputs, KVLayout
-from attention import allocate_kv_cache, read_lines
+from attention import (
+    AttentionBackend,
+    AttentionShape,
+    AttentionSpec,
+    AttnInputs,
+    KVLayout,
+    allocate_kv_cache,
+    read_lines,
+)
 from attention import create_backend as create_attention
 from graphspec.config import ResolvedConfig
 from graphspec.model import PagedModel

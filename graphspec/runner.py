@@ -177,6 +177,11 @@ class Runner:
             out = self.decode_step.run(key, decode, self._off_graph)
             _copy_rows((staged.decode_output, staged.decode_logprobs), out)
 
+    def constants(self) -> list[torch.Tensor]:
+        """What captured steps read and nobody writes: the weights, for `graphs.CaptureGuard`."""
+        modules = [model.module for model in (self._model, self._draft) if model is not None]
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
     def graph_stats(self) -> GraphStats:
         store = self.decode_step.store
         return GraphStats(

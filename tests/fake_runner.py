@@ -3,7 +3,8 @@
 It keeps its own truth per slot and its own KV pages, exactly as the device does. The content of a place is a hash of
 all tokens up to it, of the request's salt and of the cache generation, and every launch checks what it would attend
 to. So a scheduler that reads an answer of the wrong epoch, loses one, counts one twice, or lets requests share, evict
-or overwrite the wrong page is found by comparing texts and contents.
+or overwrite the wrong page is found by comparing texts and contents. A drafter with KV of its own on the same pages is
+played along: it is one token ahead, and it writes `lookahead` places past the newest token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from graphspec.scheduler import Emission, Scheduler
 from graphspec.step import DecodeRows, PageTable, PrefillRows, RowResults, StepPlan, StepResult
 
 VOCAB = 50
+
+
+Places = dict[tuple[int, int], int]  # (page, offset) -> content
 
 
 def true_token(request_seed: int, position: int) -> int:
@@ -51,7 +55,8 @@ class FakeRunner:
         self._acceptance = acceptance
         self._requests = requests  # by seed
         self._slots: dict[int, FakeSlot] = {}
-        self._places: dict[tuple[int, int], int] = {}  # (page, offset) -> content
+        self._places: Places = {}
+        self._drafter_places: Places = {}
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
 
     @property
@@ -80,16 +85,18 @@ class FakeRunner:
         for i, slot in enumerate(rows.slots.tolist()):
             contents = self._slots[slot].contents
             for position in range(int(rows.starts[i]), ends[i]):
-                self._write(rows.page_table, i, position, contents[position])
+                for places in (self._places, self._drafter_places):
+                    self._write(places, rows.page_table, i, position, contents[position])
         tokens = []
         for i, slot in enumerate(rows.slots.tolist()):  # every row is stored before any row attends
             state = self._slots[slot]
-            self._check_reads(rows.page_table, i, state, ends[i])
+            self._check_reads(self._places, rows.page_table, i, state, ends[i])
             token = true_token(state.request.seed, ends[i])
             tokens.append([token])
             if rows.final[i]:
                 state.extend([token])
                 state.computed = ends[i]
+                self._draft(rows.page_table, i, state, ends[i], ends[i] + 1)
         ones = np.ones(len(tokens), np.int64)
         return RowResults(ones, ones, np.array(ends) - 1, np.array(tokens, np.int64))
 
@@ -107,9 +114,10 @@ class FakeRunner:
             state.extend(row)
             for j in range(width):  # the newest token, accepted drafts, and the garbage of rejected ones
                 content = state.contents[start + j] if j < count else self._random.random().__hash__()
-                self._write(rows.page_table, i, start + j, content)
+                self._write(self._places, rows.page_table, i, start + j, content)
             if start < state.request.limit:
-                self._check_reads(rows.page_table, i, state, start + 1)
+                self._check_reads(self._places, rows.page_table, i, state, start + 1)
+            self._draft(rows.page_table, i, state, start + 1, start + 1 + width)
             emitted.append(count)
             computed.append(start)
             tokens.append(row + [-1] * (width - count))
@@ -117,16 +125,29 @@ class FakeRunner:
         full = np.full(len(emitted), width, np.int64)
         return RowResults(np.array(emitted), full, np.array(computed), np.array(tokens, np.int64))
 
-    def _write(self, page_table: PageTable, row: int, position: int, content: int) -> None:
-        page, offset = divmod(position, self._scheduler.config.page_size)
-        self._places[int(page_table[row, page]), offset] = content
+    def _draft(self, page_table: PageTable, row: int, state: FakeSlot, start: int, end: int) -> None:
+        """The drafter takes in the tokens at `start : end`, garbage behind the newest one, and drafts on."""
+        config, limit, newest = self._scheduler.config, state.request.limit, len(state.contents) - 1
+        if not config.reads_prompt:
+            return
+        for position in (*range(start, end), *range(newest + 1, newest + 1 + config.lookahead)):
+            content = state.contents[position] if position <= newest else self._random.random().__hash__()
+            self._write(self._drafter_places, page_table, row, position, content)
+        self._check_reads(self._drafter_places, page_table, row, state, min(newest + 1, limit))
+        for position in range(newest + 1, min(newest + 1 + config.lookahead, limit)):
+            page = page_table[row, position // config.page_size]
+            assert page != self._scheduler.pool.scratch_page, "a draft would be stored on the scratch page"
 
-    def _check_reads(self, page_table: PageTable, row: int, state: FakeSlot, length: int) -> None:
+    def _write(self, places: Places, page_table: PageTable, row: int, position: int, content: int) -> None:
+        page, offset = divmod(position, self._scheduler.config.page_size)
+        places[int(page_table[row, page]), offset] = content
+
+    def _check_reads(self, places: Places, page_table: PageTable, row: int, state: FakeSlot, length: int) -> None:
         size, pages = self._scheduler.config.page_size, page_table[row].tolist()
         for position in range(length):
             page, offset = divmod(position, size)
             assert pages[page] != self._scheduler.pool.scratch_page, "a certain token would read the scratch page"
-            assert self._places[pages[page], offset] == state.contents[position], "a row would attend to wrong KV"
+            assert places[pages[page], offset] == state.contents[position], "a row would attend to wrong KV"
 
 
 def check_text(request: Request) -> None:

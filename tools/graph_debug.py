@@ -96,9 +96,8 @@ def guard(args: argparse.Namespace) -> dict[str, Any]:
     else:
         with running_engine(args) as engine:
             runner = engine._runner
-            module_ = runner._model.module
             step, key = runner.decode_step, key_of(args)
-            watch = CaptureGuard(step.buffers, [*module_.parameters(), *module_.buffers()])
+            watch = CaptureGuard(step.buffers, runner.constants())
             on_stream(engine, step.fill_with_padding)
             findings = on_stream(engine, lambda: watch.inspect(lambda: step.step(key)))
     return {"findings": [{**dataclasses.asdict(f), "remedy": f.remedy} for f in findings]}

@@ -31,8 +31,6 @@ def create_drafter(config: ResolvedConfig, draft: PagedModel | None, paging: Pag
     if config.num_draft == 0:
         return NoDrafter()
     if draft is not None:
-        return DraftModelDrafter(
-            draft, attach_kv(draft, config, device), paging, shares_noise=user.draft_shares_noise
-        )
+        return DraftModelDrafter(draft, attach_kv(draft, config, device), paging, shares_noise=user.draft_shares_noise)
     ngram = NgramDrafter(user.ngram_min, user.ngram_max)
     return ForcedDrafter(ngram, user.forced_num_accepted) if user.drafter == "forced" else ngram

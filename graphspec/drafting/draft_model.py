@@ -1,9 +1,9 @@
 """A smaller causal language model drafts (Leviathan et al. 2023, arXiv:2211.17192), inside the captured step.
 
 Its KV lies on the pages of the target, in tensors of its own. A step feeds it the emitted tokens of the rows in one
-forward of the target's shape, 1 + k tokens, which writes their KV and gives the first draft, and then k - 1 drafts one by
-one. So its KV is one token ahead of the target's, the newest token included, and drafting reaches k - 1 places past the
-upper bound of a request.
+forward of the target's shape, 1 + k tokens, which writes their KV and gives the first draft, and then k - 1 drafts one
+by one. So its KV is one token ahead of the target's, the newest token included, and drafting reaches k - 1 places past
+the upper bound of a request.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec import EngineConfig
-from graphspec.drafting import ForcedDrafter, NgramDrafter, NoDrafter, create_drafter
+from graphspec.config import resolve
+from graphspec.drafting import Drafter, DraftInputs, ForcedDrafter, NgramDrafter, NoDrafter, create_drafter
+from graphspec.paging import Paging
+from graphspec.request import kind_parts
+from graphspec.row_sampler import RowSampler
+from graphspec.state import allocate_state
 from graphspec.verify import verify
 
 EXACT = settings(max_examples=150, deadline=None, derandomize=True)
@@ -30,11 +35,28 @@ def oracle(known: list[int], min_n: int, max_n: int, k: int) -> list[int]:
     return [known[-1]] * k
 
 
-def propose(rows: list[list[int]], width: int, stale: list[int], drafter: NgramDrafter, k: int) -> list[list[int]]:
+def told(history: torch.Tensor, lengths: torch.Tensor) -> DraftInputs:
+    """What a drafter is told after a step that emitted the last token of each row."""
+    rows, newest = len(history), lengths - 1
+    slots, state = torch.arange(rows), allocate_state(rows, 0, 1, 3, torch.device("cpu"))
+    return DraftInputs(
+        slots=slots,
+        block_tables=torch.zeros(rows, 1, dtype=torch.int32),
+        tokens=history.gather(1, newest.unsqueeze(1)),
+        start=newest,
+        num_emitted=torch.ones_like(newest),
+        hidden=(),
+        history=history,
+        newest=newest,
+        sampler=RowSampler.of(kind_parts("greedy"), state, slots),
+    )
+
+
+def propose(rows: list[list[int]], width: int, stale: list[int], drafter: Drafter, k: int) -> list[list[int]]:
     """Drafts for a batch of texts, in a history whose places past each text repeat `stale`."""
     history = torch.tensor([(row + stale * width)[:width] for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
-    drafts = drafter.propose(history, lengths, k)
+    drafts = drafter.propose(told(history, lengths), k)
     assert drafts.dtype == torch.int64
     result: list[list[int]] = drafts.tolist()
     return result
@@ -76,20 +98,23 @@ def test_matches_shorter_than_min_n_are_not_used() -> None:
 
 
 def test_forced_drafts_like_ngram_and_none_drafts_nothing() -> None:
-    history, lengths = torch.tensor([[1, 2, 9, 1, 2, 0], [3, 0, 0, 0, 0, 0]]), torch.tensor([5, 1])
+    known = told(torch.tensor([[1, 2, 9, 1, 2, 0], [3, 0, 0, 0, 0, 0]]), torch.tensor([5, 1]))
     ngram = NgramDrafter(1, 3)
     forced = ForcedDrafter(ngram, 2)
-    assert torch.equal(forced.propose(history, lengths, 3), ngram.propose(history, lengths, 3))
+    assert torch.equal(forced.propose(known, 3), ngram.propose(known, 3))
     assert (forced.forced_num_accepted, ngram.forced_num_accepted, NoDrafter.forced_num_accepted) == (2, None, None)
-    assert NoDrafter().propose(history, lengths, 0).shape == (2, 0)
+    assert NoDrafter().propose(known, 0).shape == (2, 0)
     assert {d.lookahead(3) for d in (ngram, forced, NoDrafter())} == {0}
 
 
 def test_the_configuration_names_the_drafter() -> None:
-    config = EngineConfig(num_speculative_tokens=3, drafter="forced", forced_num_accepted=2)
-    assert create_drafter(config).forced_num_accepted == 2
-    assert create_drafter(dataclasses.replace(config, drafter="ngram")).name == "ngram"
-    assert create_drafter(EngineConfig(num_speculative_tokens=0)).name == "none"
+    def created(**config: Any) -> Drafter:
+        resolved = resolve(EngineConfig(**config), model_limit=64, page_bytes=1, free_bytes=1 << 20)
+        return create_drafter(resolved, None, Paging(16, 4, 64), torch.device("cpu"))
+
+    assert created(num_speculative_tokens=3, drafter="forced", forced_num_accepted=2).forced_num_accepted == 2
+    assert {created(num_speculative_tokens=3, drafter=name).name for name in ("auto", "ngram")} == {"ngram"}
+    assert created(num_speculative_tokens=0, drafter="ngram").name == "none"
 
 
 SAMPLES = [11, 12, 13, 14]

@@ -12,7 +12,8 @@ from conftest import VOCAB, tiny_model
 
 from graphs import BucketLadder, CapturedGraph, compare_replay, poison
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
-from graphspec.iteration import DecodeInputs, Iteration
+from graphspec.iteration import DecodeInputs
+from graphspec.paging import Paging
 from graphspec.sampling import SAMPLERS
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -209,14 +210,14 @@ def test_the_self_test_passes_and_leaves_no_trace() -> None:
 
 def test_the_self_test_finds_a_padding_row_that_writes_page_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """And names the op that wrote it."""
-    mapping = Iteration._slot_mapping
+    mapping = Paging.slot_mapping
 
-    def leaky(self: Iteration, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def leaky(self: Paging, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         places = mapping(self, block_tables, positions)
         scratch = self.scratch_page * self.page_size
         return torch.where(places >= scratch, places - scratch, places)
 
-    monkeypatch.setattr(Iteration, "_slot_mapping", leaky)
+    monkeypatch.setattr(Paging, "slot_mapping", leaky)
     wrote = r'found \d+ faults: .*rows=2.* changes buffer "kv\.1", written by paged_attention\..* at .*\.py:\d+'
     with pytest.raises(RuntimeError, match=wrote):
         Engine(tiny_model(), config=EngineConfig(max_num_seqs=2, max_model_len=64, self_test=True))

@@ -12,7 +12,7 @@ from emulated_fa2 import HostPlanner
 from emulated_flashinfer import FakeGpu
 from same_text import NearTies, Scorer, assert_same_text
 
-import graphspec.runner
+import graphspec.paging
 from attention import AttentionShape, AttentionSpec, AttnInputs, Bucket, KVLayout, Machine, allocate_kv_cache
 from attention.choice import Choice
 from attention.create import decode_backend
@@ -235,9 +235,9 @@ def test_a_model_compiles_as_one_region_with_the_ops_in_it(gpu: FakeGpu, name: s
     backend.prepare(inputs)
     tokens, positions = torch.randint(3, 200, (2, 4)), torch.tensor([[36, 37, 38, 39], [0, 1, 2, 3]])
     with torch.no_grad():
-        expected = model.forward(tokens, positions, inputs, 0)
+        expected, _ = model.forward(tokens, positions, inputs)
         compiled = torch.compile(model.forward, fullgraph=True, dynamic=False, backend="aot_eager")
-        assert torch.equal(compiled(tokens, positions, inputs, 0), expected)
+        assert torch.equal(compiled(tokens, positions, inputs)[0], expected)
     model.close()
 
 
@@ -262,7 +262,7 @@ def test_an_engine_gives_the_text_of_the_reference(
     def create(_: str, shape: AttentionShape, **__: Any) -> PerBucket:
         return backend_of(name, shape)
 
-    monkeypatch.setattr(graphspec.runner, "create_attention", create)
+    monkeypatch.setattr(graphspec.paging, "create_attention", create)
     emulated = run()
     assert gpu.xqa_ran if name == XQA else any(args[11] for args in gpu.planned)
     ties, scorer = NearTies(), Scorer(tiny_model(architecture))

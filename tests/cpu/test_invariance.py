@@ -15,6 +15,7 @@ from conftest import VOCAB, tiny_model
 from same_text import NearTies, Scorer, assert_same_text
 
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from graphspec.drafting import DraftInputs, HistoryDrafter
 from graphspec.request import TokenLogprobs
 
 EOS = 2
@@ -122,21 +123,18 @@ def expand(every_prompt: list[list[int]], params: list[SamplingParams]) -> Itera
     return ((p, own) for p, own in zip(every_prompt, params, strict=True) for _ in range(own.n))
 
 
-class Recital:
+class Recital(HistoryDrafter):
     """Drafts the rest of texts it knows, with every fifth token wrong: acceptance is high whatever the parameters."""
 
     name = "recital"
-    forced_num_accepted: int | None = None
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = torch.tensor([(text + [0] * 96)[:96] for text in texts])
 
-    def lookahead(self, num_draft: int) -> int:
-        return 0
-
-    def propose(self, history: torch.Tensor, lengths: torch.Tensor, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+        lengths = inputs.newest + 1
         beyond = torch.arange(96) >= lengths.unsqueeze(1)
-        same = ((history[:, None, :96] == self._texts) | beyond.unsqueeze(1)).all(-1)  # [R, texts]
+        same = ((inputs.history[:, None, :96] == self._texts) | beyond.unsqueeze(1)).all(-1)  # [R, texts]
         which = same.to(torch.int64).argmax(1)
         places = lengths.unsqueeze(1) + torch.arange(num_draft)
         drafts = self._texts.index_select(0, which).gather(1, places.clamp(max=95))
@@ -174,7 +172,7 @@ def test_random_mixtures_of_all_parameters_give_the_text_of_the_plainest_engine(
         by_seed = {(c.seed, c.index): c for c in expected}
         recital = Recital([p + c.token_ids for (p, _), c in zip(expand(every_prompt, params), expected, strict=True)])
         with monkeypatch.context() as patch:
-            patch.setattr("graphspec.engine.create_drafter", lambda config: recital)
+            patch.setattr("graphspec.runner.create_drafter", lambda *_: recital)
             reciting = [engine(**variant) for variant in RECITING]
         engines = reciting + [engine(**variant) for variant in MIXED_VARIANTS]
         for _, one in itertools.product(range(2), engines):

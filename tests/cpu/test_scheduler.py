@@ -18,10 +18,16 @@ from graphspec.text import TextStream
 
 
 def scheduler_for(
-    k: int, *, num_pages: int = 64, page_size: int = 4, max_num_seqs: int = 4, budget: int = 16, lookahead: int = 0
+    k: int,
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    draft_model: bool = False,
 ) -> Scheduler:
-    width = num_pages + 40
-    return Scheduler(SchedulerConfig(max_num_seqs, budget, k, lookahead, page_size, num_pages, width))
+    width, lookahead = num_pages + 40, max(0, k - 1) if draft_model else 0
+    return Scheduler(SchedulerConfig(max_num_seqs, budget, k, lookahead, page_size, num_pages, width, draft_model))
 
 
 def request_of(
@@ -129,7 +135,7 @@ class RandomLoad(Harness):
             num_pages=pick.choice([12, 16, 64]),
             max_num_seqs=pick.randint(1, 5),
             budget=pick.choice([1, 5, 16, 64]),
-            lookahead=pick.choice([0, max(0, k - 1)]),
+            draft_model=pick.random() < 0.5,
         )
         self.k = k
         self.events = 0
