@@ -177,7 +177,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _bits(tensor: torch.Tensor) -> int:
     """A hash of the bytes, so that NaN equals NaN and -0.0 is not 0.0."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)  # one element has any stride
     return hash(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import VOCAB, tiny_model
 from same_text import NearTies, Scorer, assert_same_text
+from torch import nn
 
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
 from graphspec.drafting import DraftInputs, HistoryDrafter
@@ -37,11 +38,16 @@ def prompts(count: int) -> list[list[int]]:
     return [part * rng.randint(1, 3) for part in parts]
 
 
+def draft_model(name: str) -> nn.Module | None:
+    """A draft model that agrees with the model ("equal"), one of other weights and size ("other"), or none."""
+    return tiny_model("llama" if name == "equal" else "qwen3") if name else None
+
+
 def run(
-    every_prompt: list[list[int]], params: list[SamplingParams], **config: Any
+    every_prompt: list[list[int]], params: list[SamplingParams], *, draft: str = "", **config: Any
 ) -> tuple[list[Completion], EngineStats]:
     config = {"max_num_seqs": 8, "page_size": 8, "max_model_len": 160, "max_prefill_tokens": 32, **config}
-    with Engine(tiny_model(), config=EngineConfig(**config)) as engine:
+    with Engine(tiny_model(), config=EngineConfig(**config), draft_model=draft_model(draft)) as engine:
         done = engine.generate(every_prompt, params, progress=False)
         return done, engine.stats()
 
@@ -73,6 +79,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"num_speculative_tokens": 7, "depth": 3, "drafter": "forced"},
     {"num_speculative_tokens": 4, "depth": 2, "num_pages": 24},  # preemption
     {"num_speculative_tokens": 7, "depth": 2, "num_pages": 24, "max_prefill_tokens": 5},  # and chunked prefill
+    {"num_speculative_tokens": 1, "depth": 3, "draft": "equal"},
+    {"num_speculative_tokens": 4, "depth": 1, "draft": "other", "max_prefill_tokens": 5},
+    {"num_speculative_tokens": 7, "depth": 2, "draft": "equal", "num_pages": 26},  # preemption
 ]
 
 
@@ -150,6 +159,8 @@ MIXED_VARIANTS: list[dict[str, Any]] = [
     {"num_speculative_tokens": 0, "depth": 3},
     {"num_speculative_tokens": 2, "depth": 0, "drafter": "forced", "max_prefill_tokens": 9},
     {"num_speculative_tokens": 5, "depth": 1},
+    {"num_speculative_tokens": 3, "depth": 2, "draft": "equal"},
+    {"num_speculative_tokens": 4, "depth": 1, "draft": "other", "draft_shares_noise": False, "max_prefill_tokens": 9},
 ]
 
 
@@ -164,8 +175,9 @@ def test_random_mixtures_of_all_parameters_give_the_text_of_the_plainest_engine(
     common: dict[str, Any] = {"max_num_seqs": 8, "page_size": 8, "max_model_len": 96, "num_pages": 200}
     with ExitStack() as stack:
 
-        def engine(**config: Any) -> Engine:
-            return stack.enter_context(Engine(tiny_model(), config=EngineConfig(**{**common, **config})))
+        def engine(draft: str = "", **config: Any) -> Engine:
+            made = Engine(tiny_model(), config=EngineConfig(**{**common, **config}), draft_model=draft_model(draft))
+            return stack.enter_context(made)
 
         plainest = engine(num_speculative_tokens=0, depth=0, max_num_seqs=1)
         expected = plainest.generate(every_prompt, params, progress=False)

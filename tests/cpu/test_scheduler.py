@@ -54,7 +54,7 @@ def request_of(
 class Harness:
     """A scheduler with its fake device."""
 
-    def __init__(self, k: int, *, acceptance: float = 0.5, seed: int = 0, **limits: int) -> None:
+    def __init__(self, k: int, *, acceptance: float = 0.5, seed: int = 0, **limits: Any) -> None:
         self.scheduler = scheduler_for(k, **limits)
         self.requests: dict[int, Request] = {}
         self.runner = FakeRunner(self.scheduler, seed, acceptance, self.requests)
