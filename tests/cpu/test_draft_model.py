@@ -118,7 +118,7 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(params: list[Sampl
     """Up to near-ties: the target sees the drafts in one forward of 1 + k tokens, the draft model one by one. From the
     cache too, and with the target's noise at any temperature."""
     ties, scorer = NearTies(), Scorer(tiny_model())
-    with engine_of(tiny_model(), num_speculative_tokens=4) as engine:
+    with engine_of(tiny_model(), num_speculative_tokens=4, page_size=4) as engine:  # k - 1 places may need a page
         for _ in range(2):
             seen = list(drafts_in(engine, params, 8))
             for request, known, drafts in seen:
