@@ -65,6 +65,19 @@ def test_parameters_of_sampling_reach_the_answers(base: list[str], capsys: pytes
     assert [c["token_ids"] for c in plain] != [c["token_ids"] for c in completions]
 
 
+def test_a_draft_model_is_named_on_the_command_line(
+    base: list[str], tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model itself, loaded a second time, drafts nothing but what it says."""
+    assert main([*base, "--json", "--prompt", "hello", "--draft-model", str(tiny_checkpoint)]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["config"]["draft_model"] == str(tiny_checkpoint)
+    assert drafted["stats"]["mean_acceptance_length"] > 3
+    assert main([*base, "--json", "--prompt", "hello"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert [c["token_ids"] for c in plain["completions"]] == [c["token_ids"] for c in drafted["completions"]]
+
+
 def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*base, "--prompt", "x", "--drafter", "forced", "--forced-num-accepted", "2"]) == 0
     assert "generated text [forced acceptance: not the model's text]:" in capsys.readouterr().out
@@ -78,6 +91,8 @@ def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[st
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--n", "2"], "n > 1 needs temperature > 0"),
         (["--model", "."], "no config.json"),
+        (["--draft-model", "."], "no config.json"),
+        (["--drafter", "draft_model"], 'drafter "draft_model" needs a model'),
         (["--prompt", ""], "the prompt is empty"),
     ],
 )
