@@ -71,6 +71,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
         ("num_drafts", f"{stats.num_drafts}"),
         ("num_draft_tokens", f"{stats.num_draft_tokens}"),
         ("num_accepted_tokens", f"{stats.num_accepted_tokens}"),
+        ("draft acceptance rate", f"{stats.draft_acceptance_rate:.2f}"),
         ("mean acceptance length", f"{stats.mean_acceptance_length:.2f}"),
     ]
     lines += [(f"acceptance at token {i}", f"{rate:.2f}") for i, rate in enumerate(stats.acceptance_rates)]

@@ -18,7 +18,7 @@ class SpecStats:
     num_draft_tokens           verified draft positions: num_drafts * k
     num_accepted_tokens        drafts accepted, *before* a stop rule cut the row
     num_delivered_draft_tokens drafts accepted and delivered, *after* that cut
-    accepted_per_position      how often position i was accepted, before the cut
+    num_accepted_tokens_per_pos   how often the draft at position i was accepted, before the cut
     wasted_positions           positions computed for requests that had already ended; in no other counter
     num_output_tokens          tokens delivered
     prefix_cache_queries, _hits   tokens of admitted requests; those of them whose KV was already cached
@@ -27,7 +27,7 @@ class SpecStats:
     def __init__(self, num_draft: int) -> None:
         self.num_draft = num_draft
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_delivered_draft_tokens = 0
-        self.accepted_per_position: IntArray = np.zeros(num_draft, np.int64)
+        self.num_accepted_tokens_per_pos: IntArray = np.zeros(num_draft, np.int64)
         self.wasted_positions = self.num_output_tokens = self.num_preemptions = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
 
@@ -39,7 +39,7 @@ class SpecStats:
         self.num_draft_tokens += len(accepted) * self.num_draft
         self.num_accepted_tokens += int(accepted.sum())
         self.num_delivered_draft_tokens += int(delivered.sum())
-        self.accepted_per_position += (accepted[:, None] > np.arange(self.num_draft)).sum(axis=0)
+        self.num_accepted_tokens_per_pos += (accepted[:, None] > np.arange(self.num_draft)).sum(axis=0)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -47,9 +47,14 @@ class SpecStats:
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted drafts per verified draft; 0.0 without speculation."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
     def acceptance_rates(self) -> list[float]:
         """Share of verified rows whose draft at position 0, 1, ... was accepted."""
-        return [int(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.accepted_per_position]
+        return [int(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.num_accepted_tokens_per_pos]
 
 
 def _recent() -> deque[float]:
@@ -86,6 +91,8 @@ class EngineStats:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_delivered_draft_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+    draft_acceptance_rate: float
     mean_acceptance_length: float
     acceptance_rates: list[float]
     wasted_positions: int
@@ -125,6 +132,8 @@ def snapshot(
         num_draft_tokens=spec.num_draft_tokens,
         num_accepted_tokens=spec.num_accepted_tokens,
         num_delivered_draft_tokens=spec.num_delivered_draft_tokens,
+        num_accepted_tokens_per_pos=spec.num_accepted_tokens_per_pos.tolist(),
+        draft_acceptance_rate=spec.draft_acceptance_rate,
         mean_acceptance_length=spec.mean_acceptance_length,
         acceptance_rates=spec.acceptance_rates,
         wasted_positions=spec.wasted_positions,

@@ -26,6 +26,8 @@ def test_acceptance_table(accepted: list[int], mean: float, rates: list[float]) 
     assert stats.num_accepted_tokens == sum(accepted)
     assert stats.mean_acceptance_length == mean
     assert stats.acceptance_rates == rates
+    assert stats.num_accepted_tokens_per_pos.tolist() == [round(rate * len(accepted)) for rate in rates]
+    assert stats.draft_acceptance_rate == (sum(accepted) / (3 * len(accepted)) if accepted else 0.0)
 
 
 def test_the_cut_of_a_stop_rule_is_counted_apart() -> None:
