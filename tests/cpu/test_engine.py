@@ -65,7 +65,7 @@ def test_a_bad_prompt_is_one_sentence_and_nothing_is_lost(prompt: Any, params: d
     ("wrong", "sentence"),
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be in 0 .. 64, got -1"),
-        ({"drafter": "oracle"}, 'unknown drafter "oracle": use one of none, ngram, forced'),
+        ({"drafter": "oracle"}, 'unknown drafter "oracle": use one of auto, none, ngram, draft_model, forced'),
         ({"drafter": "none"}, "num_speculative_tokens=0"),
         ({"drafter": "forced", "forced_num_accepted": 4}, "forced_num_accepted must be in 0"),
         ({"depth": -1}, "depth must be in 0 .. 8"),
