@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 
 from graphs import StreamError
+from graphspec.acceptance import AcceptanceReport
 from graphspec.builtin_model import NAME as BUILTIN_NAME
 from graphspec.config import DRAFTERS, EngineConfig
 from graphspec.engine import Engine
@@ -35,6 +36,7 @@ class Report:
     completions: list[Completion]
     stats: EngineStats
     seconds: float
+    acceptance: AcceptanceReport | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,7 +62,9 @@ def run(
         given: list[Prompt] = [[{"role": "user", "content": p}] if as_chat else p for p in prompts]
         started = time.perf_counter()
         completions = engine.generate(given, params, progress=progress)
-        return Report(prompts, completions, engine.stats(), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        explained = engine.explain_acceptance() if engine.config.explains else None
+        return Report(prompts, completions, engine.stats(), seconds, explained)
 
 
 def summary(report: Report) -> list[tuple[str, str]]:
@@ -87,6 +91,17 @@ def summary(report: Report) -> list[tuple[str, str]]:
         ("wasted positions", f"{stats.wasted_positions}"),
         ("preemptions", f"{stats.num_preemptions}"),
     ]
+
+
+def explanation(report: AcceptanceReport) -> Iterator[str]:
+    """Lines that say where drafts were lost."""
+    positions = range(len(report.delivered))
+    yield f"{'share of verified drafts':<28}" + "".join(f"{f'draft {i}':>10}" for i in positions)
+    for name, counts in [("delivered", report.delivered), *report.lost.items()]:
+        yield f"{name:<28}" + "".join(f"{100 * n / max(1, report.num_drafts):>8.1f} %" for n in counts)
+    yield f"drafts that differ: mean rank {report.differs.mean_rank:.1f}, less likely by {report.differs.mean_gap:.2f}"
+    yield "tokens per step had k been " + ", ".join(f"{k}: {t:.2f}" for k, t in enumerate(report.tokens_per_step))
+    yield from report.alarms
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,6 +143,8 @@ def _generate(args: argparse.Namespace) -> int:
     print(RULE)
     for name, value in summary(report):
         print(f"{name:<28}{value:>12}")
+    if report.acceptance is not None:
+        print(RULE, *explanation(report.acceptance), sep="\n")
     return 0
 
 
@@ -138,6 +155,7 @@ def _as_json(report: Report, model: str, config: EngineConfig) -> dict[str, Any]
         "seconds": report.seconds,
         "tokens_per_second": report.tokens_per_second,
         "stats": dataclasses.asdict(report.stats),
+        "acceptance": None if report.acceptance is None else dataclasses.asdict(report.acceptance),
         "completions": [
             {"prompt": prompt, **dataclasses.asdict(completion)} for prompt, completion in report.answers()
         ],
@@ -174,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft-model", help="drafts with this causal LM of the same vocabulary: a name as for --model")
     add("--draft-shares-noise", action=argparse.BooleanOptionalAction, default=defaults.draft_shares_noise,
         help="the draft model draws with the noise and the processors of the model")  # fmt: skip
+    add("--explain-acceptance", action="store_true", help="show why drafts were rejected, and what another k gives")
     add("--forced-num-accepted", type=int, default=0, help="with --drafter forced: drafts accepted per step")
     depth = g.add_mutually_exclusive_group()
     depth.add_argument("--depth", type=int, default=defaults.depth, help="steps the scheduler runs ahead; 0 is sync")

@@ -23,6 +23,7 @@ class EngineConfig:
                              (benchmarks: the text is not the model's); "auto" is "draft_model" if there is one, else
                              "ngram"
     draft_model              a causal LM with the same vocabulary: built-in name, folder or hub id
+    explain_acceptance       find out why drafts are rejected, see `Engine.explain_acceptance`; a little more to compute
     draft_shares_noise       the draft model draws with the target's noise and processors; else its likeliest token
     ngram_min, ngram_max     shortest and longest n-gram that "ngram" matches
     depth                    launches in flight beyond the one whose answer is taken; 0 is synchronous, 1 the default
@@ -57,6 +58,7 @@ class EngineConfig:
     drafter: str = "auto"
     draft_model: str | None = None
     draft_shares_noise: bool = True
+    explain_acceptance: bool = False
     forced_num_accepted: int = 0
     ngram_min: int = 2
     ngram_max: int = 4
@@ -125,6 +127,11 @@ class ResolvedConfig:
     @property
     def num_draft(self) -> int:
         return self.user.num_speculative_tokens
+
+    @property
+    def explains(self) -> bool:
+        """Rejections are explained, where there are drafts to reject."""
+        return self.user.explain_acceptance and self.num_draft > 0
 
 
 def resolve(config: EngineConfig, *, model_limit: int, page_bytes: int, free_bytes: int) -> ResolvedConfig:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from graphs import StreamError, check_compiler
+from graphspec.acceptance import AcceptanceReport
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.intake import Intake, Prompt
 from graphspec.model import PagedModel, draft_module, load_module, model_path, open_draft
@@ -326,6 +327,7 @@ class Engine:
             index=request.index,
             logprobs=None if request.params.logprobs is None else request.logprobs,
             prompt_logprobs=request.prompt_logprobs if _scores_prompt(request) else None,
+            acceptance=None if request.acceptance is None else request.acceptance.report(),
         )
 
     # State.
@@ -341,6 +343,15 @@ class Engine:
             len(scheduler.waiting),
             scheduler.pool.num_available,
         )
+
+    def explain_acceptance(self) -> AcceptanceReport:
+        """Where drafts were lost, and what another k would have given, since the engine was created.
+
+        Raises ValueError unless `EngineConfig.explain_acceptance` is on and there are drafts.
+        """
+        if not self.config.explains:
+            raise ValueError("nothing was measured: set explain_acceptance=True and num_speculative_tokens above 0")
+        return self._scheduler.acceptance.report()
 
     def dump_state(self) -> dict[str, Any]:
         """Queues, slots, launches in flight, pages and the last graph key, as JSON types: what to look at, or to send

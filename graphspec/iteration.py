@@ -14,6 +14,7 @@ import torch
 
 from attention import AttentionBackend, AttnInputs
 from graphspec.drafting import Drafter, DraftInputs, PromptChunks
+from graphspec.explain import rejection
 from graphspec.logprobs import token_logprobs
 from graphspec.paging import Paging
 from graphspec.processors import Context
@@ -85,9 +86,11 @@ class Iteration:
     drafter: Drafter
     paging: Paging
     vocab_size: int
+    explains: bool = False  # output rows of decode steps end with `explain.rejection`
 
     def decode(self, inputs: DecodeInputs, num_draft: int, sampler: str) -> StepTensors:
-        """R rows of exactly 1 + k positions -> output rows `[R, OUTPUT_HEADER + 1 + k]` (int32)."""
+        """R rows of exactly 1 + k positions -> output rows `[R, OUTPUT_HEADER + 1 + k]` (int32), if acceptance is to be
+        explained with REJECTION more columns."""
         tokens, computed = self._correct(inputs.row_slots, num_draft)
         legal = (tokens >= 0) & (tokens < self.vocab_size)
         tokens = tokens.clamp(0, self.vocab_size - 1)  # an id that went wrong must not reach an index
@@ -151,6 +154,11 @@ class Iteration:
         most = state.speculation.index_select(0, slots).clamp(0, num_verified)
         verdict = verify(rows.drafts, samples, most, self.drafter.forced_num_accepted if num_verified else None)
 
+        why = []
+        if self.explains and num_verified:
+            num_valid = state.num_valid.index_select(0, slots)
+            why = [rejection(processed, rows.drafts, verdict, num_valid, row_sampler)]
+
         newest = (computed + verdict.num_emitted).clamp(max=self.paging.max_model_len)
         state.history.index_put_((slots.unsqueeze(1), places), verdict.emitted)
         state.computed.index_copy_(0, slots, newest)
@@ -167,7 +175,9 @@ class Iteration:
                 newest=newest,
                 sampler=row_sampler,
             )
-            state.drafts.index_copy_(0, slots, self.drafter.propose(known, num_draft))
+            proposed = self.drafter.propose(known, num_draft)
+            state.drafts.index_copy_(0, slots, proposed.token_ids)
+            state.num_valid.index_copy_(0, slots, proposed.num_valid)
         self._reset_scratch_slot()
 
         healthy = torch.isfinite(logits.amax(dim=-1)) & rows.legal
@@ -176,9 +186,9 @@ class Iteration:
         num_healthy = healthy.to(torch.int64).cumprod(dim=1).sum(dim=1)
         output = torch.where(offsets < verdict.num_emitted.unsqueeze(1), verdict.emitted, -1)
         header = torch.stack((verdict.num_emitted, num_healthy, computed), dim=1)
-        packed = torch.cat((header, output), dim=1).to(torch.int32)
+        packed = torch.cat((torch.cat((header, output), dim=1).to(torch.int32), *why), dim=1)
         return (packed, token_logprobs(logits, verdict.emitted).flatten(1)) if kind.logprobs else (packed,)
 
     def _reset_scratch_slot(self) -> None:
-        for field in (self.state.computed, self.state.last_token, self.state.drafts):
+        for field in (self.state.computed, self.state.last_token, self.state.drafts, self.state.num_valid):
             field.select(0, self.state.scratch_slot).zero_()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from graphspec.acceptance import AcceptanceLog, AcceptanceReport
 from graphspec.rules import NO_RULES, TokenRules
 from graphspec.text import TextStream
 
@@ -211,6 +212,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output, if `params` asks for them
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of settled chunks
+    acceptance: AcceptanceLog | None = None  # if it is explained, from the first decode step on
     finish_reason: FinishReason | None = None
     slot: int | None = None  # while running
     num_preemptions: int = 0
@@ -273,6 +275,7 @@ class Completion:
     index           which of the `n` completions
     logprobs        per output token, if asked for
     prompt_logprobs per prompt token, if asked for, None for the first; with completion 0 only
+    acceptance      of its drafts, if the engine explains it; None without a decode step
     """
 
     request_id: str
@@ -287,3 +290,4 @@ class Completion:
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    acceptance: AcceptanceReport | None = None

@@ -14,6 +14,7 @@ from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompil
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
 from graphspec.drafting import create_drafter
+from graphspec.explain import REJECTION
 from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
 from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
@@ -23,7 +24,7 @@ from graphspec.sampling import BASES, SAMPLERS
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
 from graphspec.state import admit, allocate_state
 from graphspec.stats import GraphStats
-from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
+from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult, placeholders_of_decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,8 @@ class Launched:
 
 
 def _read(rows: PrefillRows | DecodeRows, output: torch.Tensor, logprobs: torch.Tensor) -> RowResults:
-    return read_rows(output, len(rows.slots), logprobs if kind_parts(rows.sampler).logprobs else None)
+    width = placeholders_of_decode(rows.num_draft) if isinstance(rows, DecodeRows) else 1
+    return read_rows(output, len(rows.slots), width, logprobs if kind_parts(rows.sampler).logprobs else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +99,7 @@ class Runner:
             drafter=self.drafter,
             paging=paging,
             vocab_size=vocab_size,
+            explains=config.explains,
         )
         sizes = StagingSizes(
             max_rows=user.max_num_seqs,
@@ -106,6 +109,7 @@ class Runner:
             scratch_slot=self._state.scratch_slot,
             scratch_page=config.num_pages,
             logprob_width=logprob_width(vocab_size),
+            rejection_width=REJECTION if config.explains else 0,
         )
         self._ring = StagingRing(sizes, user.depth, pin=device.type == "cuda")
         self.last_key: GraphKey | None = None

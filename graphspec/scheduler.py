@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from graphspec.acceptance import AcceptanceLog, CollapseWatch, RejectionRows
 from graphspec.pages import PageHash, PagePool, page_hashes
 from graphspec.request import FinishReason, Request, TokenLogprobs, sampler_kind
 from graphspec.slots import DECODE, FREE, PREFILL, SlotTable
@@ -69,6 +70,8 @@ class Scheduler:
         self.table = SlotTable(config.max_num_seqs, config.table_width, self.pool.scratch_page)
         self.waiting: list[Request] = []  # by rank
         self.stats = SpecStats(config.num_draft)
+        # Stays empty unless acceptance is explained.
+        self.acceptance = AcceptanceLog(config.num_draft, CollapseWatch(config.num_draft))
         self._next_step = 0
 
     # Requests come and go.
@@ -312,7 +315,10 @@ class Scheduler:
         table.settled[slots] += kept
         if drafted:
             counted = table.speculates[slots]
-            self.stats.record((emitted - 1)[counted], np.minimum(kept, emitted - 1)[counted])
+            accepted, delivered = (emitted - 1)[counted], np.minimum(kept, emitted - 1)[counted]
+            self.stats.record(accepted, delivered)
+            if rows.rejections is not None:
+                self._explain(slots[counted], rows.rejections.take(counted), accepted, delivered, room[counted])
         self.stats.num_output_tokens += int(kept.sum())
 
         emissions = []
@@ -331,6 +337,18 @@ class Scheduler:
                 self._vacate(slot, faulty=bool(failed[i]))
             emissions.append(Emission(request, new, request.finish_reason, logprobs))
         return emissions
+
+    def _explain(
+        self, slots: IntArray, rejections: RejectionRows, accepted: IntArray, delivered: IntArray, room: IntArray
+    ) -> None:
+        """Count the causes of rejections, of all rows and for the request of each."""
+        self.acceptance.record(rejections, accepted, delivered, room)
+        for i, slot in enumerate(slots.tolist()):
+            request, one = self.table.request[slot], slice(i, i + 1)
+            assert request is not None
+            if request.acceptance is None:
+                request.acceptance = AcceptanceLog(self.config.num_draft)
+            request.acceptance.record(rejections.take(one), accepted[one], delivered[one], room[one])
 
     def _cut_at_stop_string(self, slot: int, new: list[int], first_stop: int) -> tuple[int, int]:
         """Tokens to keep of `new`, and the index of the one that stops: where a string ends, else `first_stop`."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from graphs import Event
+from graphspec.acceptance import RejectionRows
 from graphspec.iteration import OUTPUT_HEADER, DecodeInputs, PrefillInputs
 from graphspec.logprobs import read_logprobs
 from graphspec.step import DecodeRows, PrefillRows, RowResults
@@ -32,6 +33,7 @@ class StagingSizes(NamedTuple):
     scratch_slot: int
     scratch_page: int
     logprob_width: int = 0  # integers per position
+    rejection_width: int = 0  # integers behind the tokens of a decode row
 
 
 class StagedStep:
@@ -56,7 +58,7 @@ class StagedStep:
             scored=host(tokens),
         )
         positions = 1 + sizes.num_draft
-        self.decode_output = host(rows, OUTPUT_HEADER + positions, dtype=torch.int32)
+        self.decode_output = host(rows, OUTPUT_HEADER + positions + sizes.rejection_width, dtype=torch.int32)
         self.decode_logprobs = host(rows, positions * sizes.logprob_width, dtype=torch.int32)
         self.prefill_output = host(rows, OUTPUT_HEADER + 1, dtype=torch.int32)
         self.prefill_logprobs = host(rows, sizes.logprob_width, dtype=torch.int32)
@@ -111,9 +113,15 @@ class StagingRing:
         return staged
 
 
-def read_rows(output: torch.Tensor, count: int, logprobs: torch.Tensor | None = None) -> RowResults:
-    """Copy the first `count` output rows out of a staging set, with their `logprobs`. The launch must be over."""
-    rows = output[:count].numpy().astype(np.int64)
-    tokens = rows[:, OUTPUT_HEADER:]
+def read_rows(output: torch.Tensor, count: int, width: int, logprobs: torch.Tensor | None = None) -> RowResults:
+    """Copy the first `count` output rows, of `width` tokens, out of a staging set, with their `logprobs`. The launch
+    must be over."""
+    raw = output[:count].numpy()
+    rows = raw.astype(np.int64)
+    tokens, rest = np.split(rows[:, OUTPUT_HEADER:], [width], axis=1)
     read = None if logprobs is None else read_logprobs(logprobs[:count].view(*tokens.shape, -1).numpy())
-    return RowResults(rows[:, 0], rows[:, 1], rows[:, 2], tokens, read)
+    rejections = None
+    if rest.shape[1]:
+        gaps = np.ascontiguousarray(raw[:, OUTPUT_HEADER + width + 1]).view(np.float32)
+        rejections = RejectionRows(rest[:, 0], gaps, rest[:, 2] > 0)
+    return RowResults(rows[:, 0], rows[:, 1], rows[:, 2], tokens, read, rejections)

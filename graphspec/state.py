@@ -57,6 +57,7 @@ class SlotState(NamedTuple):
     computed: torch.Tensor  # [S + 1] int64, tokens with KV = position of the last token
     last_token: torch.Tensor  # [S + 1] int64, the newest token; it has no KV yet
     drafts: torch.Tensor  # [S + 1, k] int64, proposals for the tokens after it
+    num_valid: torch.Tensor  # [S + 1] int64, how many of them are no filler
     history: torch.Tensor  # [S + 1, H] int64, token at each position; valid up to `computed`, stale beyond
     speculation: torch.Tensor  # [S + 1] int64, most drafts that may be accepted: k, or 0 for a request without
     sampling: SamplingRows
@@ -96,6 +97,7 @@ def allocate_state(
         computed=zeros(rows),
         last_token=zeros(rows),
         drafts=zeros(rows, num_draft),
+        num_valid=zeros(rows),
         history=zeros(rows, history_width),
         speculation=zeros(rows),
         sampling=sampling,
@@ -115,6 +117,7 @@ def admit(state: SlotState, admission: Admission) -> None:
     state.computed[slot] = known - 1
     state.last_token[slot] = tokens[-1]
     state.drafts[slot] = tokens[-1]  # legal filler
+    state.num_valid[slot] = 0
     params, sampling = admission.params, state.sampling
     state.speculation[slot] = state.drafts.shape[1] if params.speculation else 0
     sampling.temperature[slot] = params.temperature

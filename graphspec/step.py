@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from graphspec.acceptance import RejectionRows
 from graphspec.request import Logprob, SamplingParams, TokenLogprobs
 from graphspec.rules import TokenRules
 
@@ -123,11 +124,16 @@ class RowResults:
     computed: IntArray  # [N] tokens with KV before the step, as the device knew it
     tokens: IntArray  # [N, W], -1 after the emitted ones
     logprobs: LogprobRows | None = None  # [N, W] of the emitted tokens
+    rejections: RejectionRows | None = None  # of decode rows, if acceptance is to be explained
 
     def take(self, rows: BoolArray) -> RowResults:
-        logprobs = None if self.logprobs is None else self.logprobs.take(rows)
         return RowResults(
-            self.num_emitted[rows], self.num_healthy[rows], self.computed[rows], self.tokens[rows], logprobs
+            self.num_emitted[rows],
+            self.num_healthy[rows],
+            self.computed[rows],
+            self.tokens[rows],
+            None if self.logprobs is None else self.logprobs.take(rows),
+            None if self.rejections is None else self.rejections.take(rows),
         )
 
 

@@ -98,8 +98,8 @@ def measure(requests: int, num_draft: int, prompt: int, steps: int) -> dict[str,
             continue
         done, arrays = in_flight.pop(0)
         t3 = time.perf_counter()
-        prefill = None if done.prefill is None else read_rows(arrays.prefill_output, len(done.prefill.slots))
-        decode = None if done.decode is None else read_rows(arrays.decode_output, len(done.decode.slots))
+        prefill = None if done.prefill is None else read_rows(arrays.prefill_output, len(done.prefill.slots), 1)
+        decode = None if done.decode is None else read_rows(arrays.decode_output, len(done.decode.slots), 1 + num_draft)
         t4 = time.perf_counter()
         scheduler.commit(done, StepResult(prefill, decode))
         t5 = time.perf_counter()

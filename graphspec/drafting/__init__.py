@@ -7,7 +7,7 @@ from graphspec.drafting.draft_model import DraftModelDrafter
 from graphspec.drafting.forced import ForcedDrafter
 from graphspec.drafting.ngram import NgramDrafter
 from graphspec.drafting.none import NoDrafter
-from graphspec.drafting.protocol import Drafter, DrafterBuffers, DraftInputs, HistoryDrafter, PromptChunks
+from graphspec.drafting.protocol import Drafter, DrafterBuffers, DraftInputs, Drafts, HistoryDrafter, PromptChunks
 from graphspec.model import PagedModel
 from graphspec.paging import Paging, attach_kv
 
@@ -16,6 +16,7 @@ __all__ = [
     "DraftModelDrafter",
     "Drafter",
     "DrafterBuffers",
+    "Drafts",
     "ForcedDrafter",
     "HistoryDrafter",
     "NgramDrafter",

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from attention import AttentionBackend, Bucket
-from graphspec.drafting.protocol import DrafterBuffers, DraftInputs, HistoryDrafter, PromptChunks
+from graphspec.drafting.protocol import DrafterBuffers, DraftInputs, Drafts, HistoryDrafter, PromptChunks
 from graphspec.model import PagedModel
 from graphspec.paging import Paging
 from graphspec.processors import Context
@@ -25,7 +25,7 @@ class DraftModelDrafter(HistoryDrafter):
 
     With `shares_noise` a draft is drawn as the target draws, with its noise and its processors, and so more often is
     the token the target draws; otherwise it is the model's most likely token. Without temperature and processors the
-    two are the same. Beyond the context of the draft model positions stand still, and drafts are worth little.
+    two are the same. Beyond the context of the draft model positions stand still, and drafts count as filler.
     """
 
     name = "draft_model"
@@ -64,7 +64,7 @@ class DraftModelDrafter(HistoryDrafter):
         positions = chunks.positions.clamp(max=self._last_position)
         self._model.forward(chunks.token_ids.unsqueeze(0), positions.unsqueeze(0), chunks.paged, 1)
 
-    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         rows, width = inputs.tokens.shape
         tables = self._stage_tables(inputs.block_tables)
         spare = len(tables) - rows  # after a prefill: rows up to the next shape that attention is planned for
@@ -79,7 +79,8 @@ class DraftModelDrafter(HistoryDrafter):
             history = history.scatter(1, newest, drafts[-1])
             logits = self._forward(tables, F.pad(drafts[-1], (0, 0, 0, spare)), F.pad(newest, (0, 0, 0, spare)))[:rows]
             drafts.append(self._draw(logits, history, newest, inputs))
-        return torch.cat(drafts, dim=1)
+        inside = self._last_position + 1 - inputs.newest  # tokens from the newest on that its context still holds
+        return Drafts(torch.cat(drafts, dim=1), inside.clamp(0, num_draft))
 
     def _stage_tables(self, block_tables: torch.Tensor) -> torch.Tensor:
         """The static tables, holding `block_tables` and then rows on the scratch page, up to the next bucket."""

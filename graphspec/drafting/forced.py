@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from graphspec.drafting.ngram import NgramDrafter
-from graphspec.drafting.protocol import DraftInputs, HistoryDrafter
+from graphspec.drafting.protocol import DraftInputs, Drafts, HistoryDrafter
 
 
 class ForcedDrafter(HistoryDrafter):
@@ -20,5 +18,5 @@ class ForcedDrafter(HistoryDrafter):
         self._drafter = drafter
         self.forced_num_accepted = num_accepted
 
-    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         return self._drafter.propose(inputs, num_draft)

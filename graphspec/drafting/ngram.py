@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphspec.drafting.protocol import DraftInputs, HistoryDrafter
+from graphspec.drafting.protocol import DraftInputs, Drafts, HistoryDrafter
 
 
 class NgramDrafter(HistoryDrafter):
@@ -19,7 +19,7 @@ class NgramDrafter(HistoryDrafter):
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n, self._max_n = min_n, max_n
 
-    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         history, newest = inputs.history, inputs.newest.unsqueeze(1)  # [R, H], [R, 1]
         width = history.shape[1]
         # matched[r, i]: how many tokens, at most max_n, ending at position i equal those ending at the newest token
@@ -38,5 +38,6 @@ class NgramDrafter(HistoryDrafter):
         # The match repeats with this period; past the newest token the continuation repeats itself.
         period = newest - end
         steps = torch.arange(num_draft, device=history.device)
-        source = torch.where(best >= 0, end + 1 + steps % period.clamp(min=1), newest)
-        return history.gather(1, source)
+        found = best >= 0
+        source = torch.where(found, end + 1 + steps % period.clamp(min=1), newest)
+        return Drafts(history.gather(1, source), torch.where(found.squeeze(1), num_draft, 0))

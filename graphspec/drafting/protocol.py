@@ -67,6 +67,13 @@ class DraftInputs:
     sampler: RowSampler  # how the target draws
 
 
+class Drafts(NamedTuple):
+    """What a drafter proposes. Where it has nothing to say it still gives legal ids, behind the others, as filler."""
+
+    token_ids: torch.Tensor  # [R, k] int64, legal ids
+    num_valid: torch.Tensor  # [R] int64, how many are no filler
+
+
 class DrafterBuffers(NamedTuple):
     """The tensors a drafter writes in place, by name. Fixed once `plan` has returned."""
 
@@ -105,8 +112,8 @@ class Drafter(Protocol):
     def prefill(self, chunks: PromptChunks) -> None:
         """Take in prompt tokens."""
 
-    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
-        """Drafts `[R, num_draft]` (int64, legal token ids) that continue the rows."""
+    def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
+        """`num_draft` tokens that continue each row."""
 
 
 class HistoryDrafter:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from graphspec.acceptance import CAUSES
 from graphspec.cli import main
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
 
@@ -76,6 +77,21 @@ def test_a_draft_model_is_named_on_the_command_line(
     assert main([*base, "--json", "--prompt", "hello"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert [c["token_ids"] for c in plain["completions"]] == [c["token_ids"] for c in drafted["completions"]]
+
+
+def test_acceptance_is_explained_on_request(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    explained = [*base, "--explain-acceptance", "--num-speculative-tokens", "2", "--prompt", "hello hello hello hello"]
+    assert main(explained) == 0
+    out = capsys.readouterr().out
+    shares = {line[:28].strip(): line[28:].split() for line in out.splitlines()}
+    assert shares["share of verified drafts"] == ["draft", "0", "draft", "1"]
+    for position in (0, 2):
+        every = [shares[name][position] for name in ("delivered", *CAUSES)]
+        assert sum(map(float, every)) == pytest.approx(100, abs=0.5)
+    assert "tokens per step had k been 0: 1.00, 1: " in out
+    assert main([*explained, "--json"]) == 0
+    acceptance = json.loads(capsys.readouterr().out)["acceptance"]
+    assert acceptance["tokens_per_step"][0] == 1.0
 
 
 def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from attention import Bucket
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.drafting import DrafterBuffers, DraftInputs, HistoryDrafter, PromptChunks
+from graphspec.drafting import DrafterBuffers, DraftInputs, Drafts, HistoryDrafter, PromptChunks
 from graphspec.request import Request
 from graphspec.sampling import PURPOSE_TARGET, SAMPLERS, gumbel, position_keys
 from graphspec.slots import DECODE
@@ -245,10 +245,11 @@ class LinearHead(HistoryDrafter):
         self.entered.flatten(0, 1).index_copy_(0, chunks.paged.slot_mapping, chunks.hidden[0])
         self.read.index_copy_(0, chunks.slots, chunks.positions)
 
-    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         last = (inputs.num_emitted - 1).view(-1, 1, 1).expand(-1, 1, self._head.shape[1])
         self.read.index_add_(0, inputs.slots, inputs.num_emitted)
-        return (inputs.hidden[1].gather(1, last) @ self._head.T).argmax(-1).expand(-1, num_draft)
+        said = (inputs.hidden[1].gather(1, last) @ self._head.T).argmax(-1)
+        return Drafts(said.expand(-1, num_draft), torch.full_like(inputs.newest, num_draft))
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

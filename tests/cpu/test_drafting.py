@@ -56,7 +56,10 @@ def propose(rows: list[list[int]], width: int, stale: list[int], drafter: Drafte
     """Drafts for a batch of texts, in a history whose places past each text repeat `stale`."""
     history = torch.tensor([(row + stale * width)[:width] for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
-    drafts = drafter.propose(told(history, lengths), k)
+    drafts, num_valid = drafter.propose(told(history, lengths), k)
+    assert set(num_valid.tolist()) <= {0, k}
+    fillers = [row for row, n in zip(drafts.tolist(), num_valid.tolist(), strict=True) if not n]
+    assert fillers == [[row[-1]] * k for row, n in zip(rows, num_valid.tolist(), strict=True) if not n]
     assert drafts.dtype == torch.int64
     result: list[list[int]] = drafts.tolist()
     return result
@@ -101,9 +104,10 @@ def test_forced_drafts_like_ngram_and_none_drafts_nothing() -> None:
     known = told(torch.tensor([[1, 2, 9, 1, 2, 0], [3, 0, 0, 0, 0, 0]]), torch.tensor([5, 1]))
     ngram = NgramDrafter(1, 3)
     forced = ForcedDrafter(ngram, 2)
-    assert torch.equal(forced.propose(known, 3), ngram.propose(known, 3))
+    assert torch.equal(forced.propose(known, 3).token_ids, ngram.propose(known, 3).token_ids)
+    assert ngram.propose(known, 3).num_valid.tolist() == [3, 0]
     assert (forced.forced_num_accepted, ngram.forced_num_accepted, NoDrafter.forced_num_accepted) == (2, None, None)
-    assert NoDrafter().propose(known, 0).shape == (2, 0)
+    assert NoDrafter().propose(known, 0).token_ids.shape == (2, 0)
     assert {d.lookahead(3) for d in (ngram, forced, NoDrafter())} == {0}
 
 

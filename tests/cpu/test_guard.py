@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs import CaptureError, CaptureGuard, Finding, GraphKey, PersistentBuffers, record
 from graphspec import Engine, EngineConfig
-from graphspec.drafting import DraftInputs
+from graphspec.drafting import DraftInputs, Drafts
 from graphspec.sampling import SAMPLERS
 
 X = torch.arange(6.0)
@@ -146,7 +146,7 @@ def engine_findings(engine: Engine, key: GraphKey) -> list[Finding]:
 @pytest.mark.parametrize(("k", "drafter"), [(0, "none"), (3, "ngram"), (3, "forced"), (2, "draft_model")])
 def test_the_engines_own_step_is_clean(k: int, drafter: str, sampler: str) -> None:
     """Every sampler kind and drafter: no host read, no shape from data, nothing that changes between steps."""
-    config = EngineConfig(num_speculative_tokens=k, drafter=drafter, max_num_seqs=2)
+    config = EngineConfig(num_speculative_tokens=k, drafter=drafter, max_num_seqs=2, explain_acceptance=k > 0)
     with Engine(tiny_model(), config=config, draft_model=tiny_model() if drafter == "draft_model" else None) as engine:
         assert engine_findings(engine, GraphKey("decode", 2, k, k, sampler)) == []
 
@@ -155,8 +155,8 @@ def test_an_item_in_a_drafter_is_found_there(monkeypatch: pytest.MonkeyPatch) ->
     with Engine(tiny_model(), config=EngineConfig(max_num_seqs=2)) as engine:
         drafter = engine._runner._iteration.drafter
 
-        def propose(inputs: DraftInputs, num_draft: int) -> torch.Tensor:
-            return inputs.history[:, :num_draft] * int(inputs.newest.max().item())  # planted
+        def propose(inputs: DraftInputs, num_draft: int) -> Drafts:
+            return Drafts(inputs.history[:, :num_draft] * int(inputs.newest.max().item()), inputs.newest)  # planted
 
         monkeypatch.setattr(drafter, "propose", propose)
         findings = engine_findings(engine, GraphKey("decode", 2, 3, 3, "greedy"))
@@ -191,8 +191,8 @@ def test_a_python_int_that_changes_per_step_is_found_in_the_engine(monkeypatch: 
     with Engine(tiny_model(), config=EngineConfig(max_num_seqs=2)) as engine:
         steps = iter(range(100))
 
-        def propose(inputs: DraftInputs, num_draft: int) -> torch.Tensor:
-            return inputs.history[:, :num_draft] * 0 + next(steps)  # planted
+        def propose(inputs: DraftInputs, num_draft: int) -> Drafts:
+            return Drafts(inputs.history[:, :num_draft] * 0 + next(steps), inputs.newest)  # planted
 
         monkeypatch.setattr(engine._runner._iteration.drafter, "propose", propose)
         findings = engine_findings(engine, GraphKey("decode", 2, 3, 3, "greedy"))

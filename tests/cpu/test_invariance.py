@@ -16,7 +16,7 @@ from same_text import NearTies, Scorer, assert_same_text
 from torch import nn
 
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
-from graphspec.drafting import DraftInputs, HistoryDrafter
+from graphspec.drafting import DraftInputs, Drafts, HistoryDrafter
 from graphspec.request import TokenLogprobs
 
 EOS = 2
@@ -140,14 +140,15 @@ class Recital(HistoryDrafter):
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = torch.tensor([(text + [0] * 96)[:96] for text in texts])
 
-    def propose(self, inputs: DraftInputs, num_draft: int) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         lengths = inputs.newest + 1
         beyond = torch.arange(96) >= lengths.unsqueeze(1)
         same = ((inputs.history[:, None, :96] == self._texts) | beyond.unsqueeze(1)).all(-1)  # [R, texts]
         which = same.to(torch.int64).argmax(1)
         places = lengths.unsqueeze(1) + torch.arange(num_draft)
         drafts = self._texts.index_select(0, which).gather(1, places.clamp(max=95))
-        return torch.where((places + which.unsqueeze(1)) % 5 == 0, (drafts + 1) % VOCAB, drafts)
+        drafts = torch.where((places + which.unsqueeze(1)) % 5 == 0, (drafts + 1) % VOCAB, drafts)
+        return Drafts(drafts, torch.full_like(lengths, num_draft))
 
 
 RECITING: list[dict[str, Any]] = [
