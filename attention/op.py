@@ -11,9 +11,12 @@ handles outlives an engine.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from attention.backend import AttentionSpec, Planless
 from attention.kv_cache import store_kv
@@ -26,26 +29,37 @@ SCHEMA = (
 )
 
 
-def fake_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def fake_attend(query: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`[B, Hq, L, D]` -> `[B, L, Hq, D]`, contiguous."""
     batch, heads, length, head_dim = query.shape
     return query.new_empty((batch, length, heads, head_dim))
 
 
-class KernelBackend(Planless):
+def inputs_and_spec(rest: Sequence[Any]) -> tuple[AttnInputs, AttentionSpec]:
+    """What an op is given behind query, key, value and cache, as SCHEMA lists it."""
+    count = len(AttnInputs._fields)
+    return AttnInputs(*rest[:count]), AttentionSpec(*rest[count:])
+
+
+class OpBackend(Planless):
+    """A backend that is one op of SCHEMA."""
+
+    op: OpOverload
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        inputs: AttnInputs,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.op(query, key, value, kv_cache, *inputs, *spec)
+        return out
+
+
+class KernelBackend(OpBackend, ABC):
     """A backend around one kernel launch, as an op of its own, `paged_attention::<name>_<id>`.
 
     The op lives as long as the backend and does not keep it alive.
@@ -58,7 +72,7 @@ class KernelBackend(Planless):
         def implementation(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *rest: Any
         ) -> torch.Tensor:
-            inputs, spec, alive = AttnInputs(*rest[:5]), AttentionSpec(*rest[5:]), launch()
+            (inputs, spec), alive = inputs_and_spec(rest), launch()
             assert alive is not None, "the backend of this op is gone"
             store_kv(kv_cache, key, value, inputs.slot_mapping)
             batch, heads, length, head_dim = query.shape
@@ -76,20 +90,8 @@ class KernelBackend(Planless):
         torch.library.register_fake(f"{NAMESPACE}::{unique}", fake_attend, lib=self._library)
         self.op = getattr(torch.ops.paged_attention, unique).default
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        inputs: AttnInputs,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self.op(query, key, value, kv_cache, *inputs, *spec)
-        return out
-
+    @abstractmethod
     def launch(
         self, query: torch.Tensor, kv_cache: torch.Tensor, inputs: AttnInputs, spec: AttentionSpec, out: torch.Tensor
     ) -> None:
         """Attend with `query` `[T, Hq, D]`, whose K/V are stored, and write `out` `[T, Hq, D]`. Both contiguous."""
-        raise NotImplementedError

@@ -8,13 +8,12 @@ read inside the op, so its work grows with them and not with the capacity of the
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from attention.backend import AttentionSpec, Planless
 from attention.kv_cache import store_kv
-from attention.op import NAMESPACE, SCHEMA, fake_attend
-from attention.types import AttnInputs
+from attention.op import NAMESPACE, SCHEMA, OpBackend, fake_attend, inputs_and_spec
 
 # Keys visited at once; bounds the scratch memory of long contexts.
 BLOCK_TOKENS = 512
@@ -25,32 +24,21 @@ torch.library.register_fake(f"{NAMESPACE}::reference", fake_attend)
 
 @torch.library.impl(f"{NAMESPACE}::reference", "CompositeExplicitAutograd")
 def paged_attention_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     """Store `key`/`value` `[B, Hkv, L, D]`, attend with `query` `[B, Hq, L, D]`, return `[B, L, Hq, D]`.
 
     Either every row has the same number of query tokens and B is the number of rows (decode), or B is 1 and the rows
     are packed along L as `query_start` says (prefill). All rows are stored before any row attends.
     """
-    store_kv(kv_cache, key, value, slot_mapping)
-    rows = seq_lens.shape[0]
-    if query.shape[0] == rows:
-        return _attend(query, kv_cache, block_tables, seq_lens, scale, window, softcap)
-    starts = query_start.tolist()
+    inputs, spec = inputs_and_spec(rest)
+    tables, lens = inputs.block_tables, inputs.seq_lens
+    store_kv(kv_cache, key, value, inputs.slot_mapping)
+    if query.shape[0] == len(lens):
+        return _attend(query, kv_cache, tables, lens, *spec)
     packed = [
-        _attend(query[:, :, a:b], kv_cache, block_tables[r : r + 1], seq_lens[r : r + 1], scale, window, softcap)
-        for r, (a, b) in enumerate(pairwise(starts))
+        _attend(query[:, :, a:b], kv_cache, tables[r : r + 1], lens[r : r + 1], *spec)
+        for r, (a, b) in enumerate(pairwise(inputs.query_start.tolist()))
     ]
     return torch.cat(packed, dim=1)
 
@@ -125,21 +113,8 @@ def _gather(kv_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, 
     return flat.index_select(0, index).view(shape).float(), flat.index_select(0, index + kv_heads).view(shape).float()
 
 
-class ReferenceBackend(Planless):
+class ReferenceBackend(OpBackend):
     """The torch backend: any device, any head size, sliding windows and soft caps."""
 
     name = "reference"
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        inputs: AttnInputs,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.paged_attention.reference(
-            query, key, value, kv_cache, *inputs, spec.scale, spec.window, spec.softcap
-        )
-        return out
+    op = torch.ops.paged_attention.reference.default

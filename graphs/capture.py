@@ -43,10 +43,13 @@ class Contract:
 class Program(Protocol):
     """A captured function, as one backend keeps it."""
 
-    source: Callable[[], Output]  # what was captured: the oracle of every replay
     baked: tuple[BakedValue, ...]
     pool_bytes: int  # device memory that belongs to the graph alone
     num_ops: int | None  # where it can be known
+
+    @property
+    def source(self) -> Callable[[], Output] | None:
+        """What was captured, the oracle of every replay; None if the program rounds differently."""
 
     def run(self) -> Output:
         """Do again what was captured, on the same addresses."""

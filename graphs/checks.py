@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphs.buffers import PersistentBuffers
-from graphs.capture import CapturedGraph, Output, as_tuple
+from graphs.capture import CapturedGraph, Output, Program, as_tuple
 from graphs.recorded import RecordedProgram, caller_line, is_bookkeeping, storage_of, written_by
 
 POISONS = {"NaN": float("nan"), "-1": -1.0, "0x7f": None}  # None: every byte is 0x7f
@@ -41,8 +41,8 @@ def compare_replay(
     bits say nothing. (A CUDA graph of compiled code is compared with the same code run without the graph.)
     """
     program = graph.program
-    recorded = program if isinstance(program, RecordedProgram) and not program.rewritten else None
-    if fn is None and isinstance(program, RecordedProgram) and recorded is None:
+    oracle = fn or program.source
+    if oracle is None:
         raise ValueError("a compiled record has no bit-equal oracle: capture without compile to compare op by op")
     saved = _Saved(graph.buffers, parts or {})
     with torch.no_grad(), _Fingerprints() as replayed:
@@ -50,11 +50,12 @@ def compare_replay(
     replay_out = [_bits(out) for out in as_tuple(output)]
     replay_after = saved.bits_then_restore()
     with torch.no_grad(), _Fingerprints() as eager:
-        output = (fn or program.source)()
+        output = oracle()
     eager_out = [_bits(out) for out in as_tuple(output)]
     eager_after = saved.bits_then_restore()
 
-    if recorded is not None and (found := _first_op(recorded, replayed, eager)) is not None:
+    record = _plain_record(program)
+    if record is not None and (found := _first_op(record, replayed, eager)) is not None:
         return found
     for i, (a, b) in enumerate(zip(replay_out, eager_out, strict=True)):
         if a != b:
@@ -62,9 +63,13 @@ def compare_replay(
     return next((Difference(f'buffer "{n}"', "") for n in replay_after if replay_after[n] != eager_after[n]), None)
 
 
+def _plain_record(program: Program) -> RecordedProgram | None:
+    """`program`, if it is a record that replays the ops of its source one by one."""
+    return program if isinstance(program, RecordedProgram) and program.source is not None else None
+
+
 def _first_op(program: RecordedProgram, replayed: _Fingerprints, eager: _Fingerprints) -> Difference | None:
-    nodes = [node for node in program.nodes if not is_bookkeeping(node.op)]
-    for node, (op, _, bits) in zip(nodes, replayed.seen, strict=True):
+    for node, (op, _, bits) in zip(program.ops, replayed.seen, strict=True):
         inside = f" in {node.module}" if node.module else ""
         if node.position >= len(eager.seen) or eager.seen[node.position][0] is not op:
             return Difference(f"control flow before {op}{inside}", node.line)
@@ -116,7 +121,8 @@ def _first_wrong_write(
     graph: CapturedGraph, saved: _Saved, name: str, padding: Mapping[str, Any], value: float | None
 ) -> str:
     """The op of a record, with its line, that first writes something else to `name` because of the padding."""
-    if not isinstance(graph.program, RecordedProgram) or graph.program.rewritten:
+    record = _plain_record(graph.program)
+    if record is None:
         return ""
     buffers, writes = graph.buffers, []
     for poisoned in (False, True):
@@ -124,13 +130,13 @@ def _first_wrong_write(
             for other, index in padding.items():
                 _fill(buffers[other], index, value)
         with torch.no_grad(), _Writes(buffers[name], padding.get(name)) as watched:
-            graph.program.run()
+            record.run()
         writes.append(watched.seen)
         saved.bits_then_restore()
-    nodes = [node for node in graph.program.nodes if not is_bookkeeping(node.op)]
     for (position, clean), (_, wrong) in zip(*writes, strict=True):
         if clean != wrong:
-            return f", written by {nodes[position].op} at {nodes[position].line}"
+            node = record.ops[position]
+            return f", written by {node.op} at {node.line}"
     return ""
 
 

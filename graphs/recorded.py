@@ -135,8 +135,7 @@ class RecordedProgram:
     def __init__(
         self, source: Callable[[], Output], recorder: Recorder, output: Output, rewrite: Rewrite | None
     ) -> None:
-        self.source = source
-        self.rewritten = rewrite is not None
+        self.source = source if rewrite is None else None
         self.outside = list(recorder.outside)
         folded, done = _fold(recorder, self.outside)
         self.nodes = [_substitute(node, folded) for i, node in enumerate(recorder.nodes) if i not in done]
@@ -150,6 +149,11 @@ class RecordedProgram:
 
     def run(self) -> Output:
         return self._run()
+
+    @property
+    def ops(self) -> list[Node]:
+        """The nodes that a dispatch mode sees when a record that was not rewritten runs."""
+        return [node for node in self.nodes if not is_bookkeeping(node.op)]
 
 
 def record(fn: Callable[[], Output], rewrite: Rewrite | None = None) -> tuple[RecordedProgram, Output]:

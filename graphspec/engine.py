@@ -32,6 +32,7 @@ from graphspec.request import (
     Usage,
     rank_of,
 )
+from graphspec.rules import TokenRules
 from graphspec.runner import Launched, Runner
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
@@ -128,19 +129,23 @@ class Engine:
         tokenizer's chat template. Raises ValueError before anything is touched if the prompt is empty, holds an id
         outside the vocabulary, leaves no room below max_model_len, or could never fit the KV pool.
         """
-        return self._add(prompt, params, priority, cache_salt)[0].request_id
-
-    def _add(
-        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0, cache_salt: str = ""
-    ) -> list[Request]:
-        """`add_request`; returns the completions. The first one that runs publishes the pages of the prompt, and the
-        others find them in the prefix cache."""
-        self._check_open()
         params = params or SamplingParams()
-        token_ids = self._intake.encode(prompt)
-        rules = self._intake.check(token_ids, params)
+        token_ids, rules = self._read(prompt, params)
         if not -MAX_PRIORITY < priority < MAX_PRIORITY:
             raise ValueError(f"priority must lie between -2**20 and 2**20, got {priority}")
+        return self._enqueue(token_ids, rules, params, priority, cache_salt)[0].request_id
+
+    def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], TokenRules]:
+        """Token ids and rules of a request. Raises what `add_request` raises for it."""
+        self._check_open()
+        token_ids = self._intake.encode(prompt)
+        return token_ids, self._intake.check(token_ids, params)
+
+    def _enqueue(
+        self, token_ids: list[int], rules: TokenRules, params: SamplingParams, priority: int = 0, cache_salt: str = ""
+    ) -> list[Request]:
+        """The completions of a request that was read. The first one that runs publishes the pages of the prompt, and
+        the others find them in the prefix cache."""
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         completions = [
             Request(
@@ -266,10 +271,8 @@ class Engine:
         every = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(every) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many sampling parameters, got {len(every)}")
-        encoded = [self._intake.encode(prompt) for prompt in prompts]
-        for token_ids, own in zip(encoded, every, strict=True):
-            self._intake.check(token_ids, own)
-        requests = [r for token_ids, own in zip(encoded, every, strict=True) for r in self._add(token_ids, own)]
+        read = [self._read(prompt, own) for prompt, own in zip(prompts, every, strict=True)]  # all, before any starts
+        requests = [r for given, own in zip(read, every, strict=True) for r in self._enqueue(*given, own)]
         ids = {r.request_id for r in requests}
         try:
             self._run_until_finished(ids, progress)

@@ -8,7 +8,7 @@ tokens and in how many positions they sample; everything after the forward pass 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from attention import AttentionBackend, AttnInputs
 from graphspec.drafting import Drafter, DraftInputs, PromptChunks
 from graphspec.explain import rejection
 from graphspec.logprobs import token_logprobs
+from graphspec.model import PagedModel
 from graphspec.paging import Paging
 from graphspec.processors import Context
 from graphspec.request import kind_parts
@@ -29,19 +30,6 @@ OUTPUT_HEADER = 3
 
 # Output rows, and for kinds with log-probabilities those of the tokens in them, [R, width * logprob_width] (int32).
 StepTensors = tuple[torch.Tensor, ...]
-
-
-class Forward(Protocol):
-    """See `PagedModel.forward`."""
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        paged: AttnInputs,
-        logits_to_keep: int | torch.Tensor = 0,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]: ...
 
 
 class DecodeInputs(NamedTuple):
@@ -80,7 +68,7 @@ class _Rows(NamedTuple):
 class Iteration:
     """What is fixed for every step of an engine."""
 
-    forward: Forward
+    model: PagedModel
     attention: AttentionBackend
     state: SlotState
     drafter: Drafter
@@ -97,7 +85,7 @@ class Iteration:
         positions = computed.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         paged = self.paging.decode_inputs(inputs.block_tables, positions)
         self.attention.prepare(paged)
-        logits, hidden = self.forward(tokens, positions, paged, 0, self.drafter.hidden_layers)
+        logits, hidden = self.model.forward(tokens, positions, paged, 0, self.drafter.hidden_layers)
         rows = _Rows(inputs.row_slots, inputs.block_tables, computed, tokens[:, 1:], legal, hidden)
         return self._finish(logits, rows, num_draft, sampler)
 
@@ -112,7 +100,7 @@ class Iteration:
         last = (inputs.query_start[1:] - 1).to(torch.int64)
         kept = torch.cat((last, inputs.scored))
         layers = self.drafter.hidden_layers
-        logits, hidden = self.forward(tokens, inputs.positions.unsqueeze(0), paged, kept, layers)
+        logits, hidden = self.model.forward(tokens, inputs.positions.unsqueeze(0), paged, kept, layers)
         logits = logits.transpose(0, 1)  # [C + N, 1, V]
         prompt_logprobs = None
         if len(inputs.scored):

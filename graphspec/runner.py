@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
 from graphspec.state import admit, allocate_state
 from graphspec.stats import GraphStats
 from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult, placeholders_of_decode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +95,7 @@ class Runner:
         vocab_size = model.facts.vocab_size
         self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, vocab_size, device)
         self._iteration = Iteration(
-            forward=model.forward,
+            model=model,
             attention=self._attention,
             state=self._state,
             drafter=self.drafter,
@@ -128,7 +130,7 @@ class Runner:
         try:
             if samplers := captured_at_start(user, device):
                 at_start = replace(self.graph_plan, samplers=samplers)
-                self._stream.submit(lambda: self._capture(at_start, user.self_test)).wait()
+                self.on_stream(lambda: self._capture(at_start, user.self_test))
         except BaseException:
             self._stream.close()
             raise
@@ -180,6 +182,12 @@ class Runner:
         if decode is not None and key is not None:
             out = self.decode_step.run(key, decode, self._off_graph)
             _copy_rows((staged.decode_output, staged.decode_logprobs), out)
+
+    def on_stream(self, work: Callable[[], T]) -> T:
+        """Run `work` where all device work runs, in order with it, wait, and return what it returns."""
+        results: list[T] = []
+        self._stream.submit(lambda: results.append(work())).wait()
+        return results[0]
 
     def constants(self) -> list[torch.Tensor]:
         """What captured steps read and nobody writes: the weights, for `graphs.CaptureGuard`."""

@@ -262,13 +262,11 @@ class Scheduler:
             rows = result.prefill.take(final)
             if result.prompt_logprobs is not None:
                 self._score_prompts(plan.prefill, result.prompt_logprobs)
-            emissions += self._settle(plan.prefill.slots[final], plan.prefill.epochs[final], rows, 1, drafted=False)
+            emissions += self._settle(plan.prefill.slots[final], plan.prefill.epochs[final], rows, 1)
         if plan.decode is not None and result.decode is not None:
             width = placeholders_of_decode(plan.decode.num_draft)
-            alive = plan.decode.slots[self.table.epoch[plan.decode.slots] == plan.decode.epochs]
-            self.table.decode_steps[alive] += 1
-            self.table.off_graph_steps[alive] += bool(result.off_graph)
-            emissions += self._settle(plan.decode.slots, plan.decode.epochs, result.decode, width, drafted=True)
+            off_graph = bool(result.off_graph)
+            emissions += self._settle(plan.decode.slots, plan.decode.epochs, result.decode, width, off_graph)
         self.pool.answered(plan.step)
         return emissions
 
@@ -286,8 +284,14 @@ class Scheduler:
             request.prompt_logprobs[start + 1 :] = own
 
     def _settle(
-        self, slots: IntArray, epochs: IntArray, rows: RowResults, placeholders: int, drafted: bool
+        self,
+        slots: IntArray,
+        epochs: IntArray,
+        rows: RowResults,
+        placeholders: int,
+        off_graph: bool | None = None,
     ) -> list[Emission]:
+        """`off_graph` says of a decode step whether it replayed no graph; None: the rows are those of a prefill."""
         table = self.table
         alive = table.epoch[slots] == epochs
         self.stats.wasted_positions += placeholders * int(np.count_nonzero(~alive))
@@ -313,7 +317,9 @@ class Scheduler:
         stopped, full = first_stop < kept, kept == room
         failed &= ~stopped  # what is wrong behind a stop is no part of the output
         table.settled[slots] += kept
-        if drafted:
+        if off_graph is not None:
+            table.decode_steps[slots] += 1
+            table.off_graph_steps[slots] += off_graph
             counted = table.speculates[slots]
             accepted, delivered = (emitted - 1)[counted], np.minimum(kept, emitted - 1)[counted]
             self.stats.record(accepted, delivered)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from graphspec import SamplingParams
+from graphspec import Engine, SamplingParams
 from graphspec.request import kind_parts
+from graphspec.slots import PREFILL
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,3 +55,9 @@ def params_for(sampler: str, **common: Any) -> SamplingParams:
     if kind.logprobs:
         own |= {"logprobs": 5}
     return SamplingParams(**common, **own)
+
+
+def step_until_all_decode(engine: Engine) -> None:
+    """Until no request waits or has prompt left to compute."""
+    while engine._scheduler.waiting or (engine._scheduler.table.phase == PREFILL).any():
+        engine.step()

@@ -155,7 +155,7 @@ def build(args: argparse.Namespace, module: Any, tokenizer: Any, setting: Settin
             for key in keys:
                 step.capture(key)
 
-        engine._runner._stream.submit(capture).wait()
+        engine._runner.on_stream(capture)
     return engine
 
 

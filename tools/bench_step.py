@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from bench_common import params_for, provenance
+from bench_common import params_for, provenance, step_until_all_decode
 
 from graphspec import Engine, EngineConfig
 from graphspec.builtin_model import NAME
@@ -33,8 +33,7 @@ def measure(engine: Engine, rows: int, sampler: str, context: int, steps: int) -
     k = engine.config.num_draft
     params = params_for(sampler, max_tokens=(steps + 4) * (1 + k), ignore_eos=True, seed=1)
     ids = [engine.add_request([100 + (7 * i + j) % 900 for j in range(context)], params) for i in range(rows)]
-    while engine._scheduler.waiting or (engine._scheduler.table.phase == 1).any():
-        engine.step()
+    step_until_all_decode(engine)
     engine.step()
     device, host = engine._times.busy, engine._times.host
     device.clear()
@@ -81,7 +80,7 @@ def overhead(engine: Engine, batch: int, repeats: int = 300) -> dict[str, float]
             graph.program.run = lambda: output  # type: ignore[method-assign]
         median("lookup_and_launch_us", lambda: step.store.replay(key))
 
-    runner._stream.submit(measure_all).wait()
+    runner.on_stream(measure_all)
     return {**found, "total_us": sum(found.values())}
 
 

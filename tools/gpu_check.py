@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import provenance
+from bench_common import provenance, step_until_all_decode
 from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -363,8 +363,7 @@ def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, 
         params = SamplingParams(max_tokens=(plan.steps + 12) * (1 + k), ignore_eos=True)
         for prompt in prompts(plan, model, rows, 32):
             made.add_request(prompt, params)
-        while made._scheduler.waiting or (made._scheduler.table.phase == 1).any():
-            made.step()
+        step_until_all_decode(made)
         for _ in range(4):  # captures, and lets the pipeline fill
             made.step()
         busy, idle = made._times.busy, made._times.idle

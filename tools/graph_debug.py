@@ -34,7 +34,16 @@ from graph_report import page
 from torch.utils._pytree import tree_leaves
 
 from attention import AttentionShape, AttentionSpec, ChoiceTable, Machine, read_lines
-from graphs import CaptureGuard, GraphKey, GraphPlan, PersistentBuffers, compare_replay, poison, record
+from graphs import (
+    CaptureGuard,
+    GraphKey,
+    GraphPlan,
+    PersistentBuffers,
+    RecordedProgram,
+    compare_replay,
+    poison,
+    record,
+)
 from graphs.cuda import CudaCapture
 from graphspec import Engine, EngineConfig, SamplingParams
 from graphspec.builtin_model import NAME
@@ -98,8 +107,8 @@ def guard(args: argparse.Namespace) -> dict[str, Any]:
             runner = engine._runner
             step, key = runner.decode_step, key_of(args)
             watch = CaptureGuard(step.buffers, runner.constants())
-            on_stream(engine, step.fill_with_padding)
-            findings = on_stream(engine, lambda: watch.inspect(lambda: step.step(key)))
+            engine._runner.on_stream(step.fill_with_padding)
+            findings = engine._runner.on_stream(lambda: watch.inspect(lambda: step.step(key)))
     return {"findings": [{**dataclasses.asdict(f), "remedy": f.remedy} for f in findings]}
 
 
@@ -116,8 +125,10 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     """
     with running_engine(args) as engine:
         step, key = engine._runner.decode_step, key_of(args)
-        graph = on_stream(engine, lambda: step.capture(key))
-        program, _ = on_stream(engine, lambda: record(lambda: step.step(key)))
+        graph = engine._runner.on_stream(lambda: step.capture(key))
+        program = graph.program
+        if not isinstance(program, RecordedProgram):
+            program, _ = engine._runner.on_stream(lambda: record(lambda: step.step(key)))
         if args.dot:
             write_dot(engine, key, args.dot)
         baked = Counter(f"{value.op}  {value.value!r}  {value.line}" for value in program.baked)
@@ -150,7 +161,7 @@ def write_dot(engine: Engine, key: GraphKey, path: Path) -> None:
         program, _ = CudaCapture(device, debug=True)(lambda: step.step(key))
         program.dump_dot(str(path))
 
-    on_stream(engine, work)
+    engine._runner.on_stream(work)
 
 
 def show_inspect(result: dict[str, Any]) -> None:
@@ -172,7 +183,7 @@ def diff(args: argparse.Namespace) -> dict[str, Any]:
             found = compare_replay(graph)
             return None if found is None else str(found)
 
-        return {"key": key._asdict(), "difference": on_stream(engine, work)}
+        return {"key": key._asdict(), "difference": engine._runner.on_stream(work)}
 
 
 def show_diff(result: dict[str, Any]) -> None:
@@ -188,7 +199,7 @@ def poisoned(args: argparse.Namespace) -> dict[str, Any]:
             real = stage_running_rows(engine, key)
             return poison(graph, step.padding(), lambda out: [o[:real] for o in out])
 
-        return {"key": key._asdict(), "violations": on_stream(engine, work)}
+        return {"key": key._asdict(), "violations": engine._runner.on_stream(work)}
 
 
 def show_poisoned(result: dict[str, Any]) -> None:
@@ -279,13 +290,6 @@ def stage_running_rows(engine: Engine, key: GraphKey) -> int:
     step.fill_with_padding()
     step.stage(DecodeInputs(torch.tensor(slots), torch.from_numpy(table.page_table[slots])))
     return len(slots)
-
-
-def on_stream(engine: Engine, work: Callable[[], Any]) -> Any:
-    """Run `work` where all device work runs, and return what it returns."""
-    results: list[Any] = []
-    engine._runner._stream.submit(lambda: results.append(work())).wait()
-    return results[0]
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {

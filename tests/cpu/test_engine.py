@@ -319,7 +319,7 @@ def test_an_id_that_went_wrong_on_the_device_ends_one_request(engine: Engine) ->
     victim = engine._requests[ids[1]][0].slot
     assert victim is not None
     state = engine._runner._state
-    engine._runner._stream.submit(lambda: state.last_token.__setitem__(victim, -1)).wait()
+    engine._runner.on_stream(lambda: state.last_token.__setitem__(victim, -1))
     outputs += drain(engine)
     ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
     assert ends == {ids[0]: "length", ids[1]: "error"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,14 +130,8 @@ def mid_flight(sampler: str, k: int = 3) -> tuple[Engine, CapturedGraph]:
         tables[3] = engine.config.num_pages
         step.stage(DecodeInputs(slots, tables))
 
-    engine._runner._stream.submit(stage).wait()
+    engine._runner.on_stream(stage)
     return engine, step.store[key]
-
-
-def on_stream(engine: Engine, work: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    engine._runner._stream.submit(lambda: results.append(work())).wait()
-    return results[0]
 
 
 KINDS = ["greedy", "sorted+processors+logprobs"]
@@ -147,7 +140,7 @@ KINDS = ["greedy", "sorted+processors+logprobs"]
 @pytest.mark.parametrize("sampler", KINDS)
 def test_a_replay_in_the_middle_of_a_load_equals_eager_op_by_op(sampler: str) -> None:
     engine, graph = mid_flight(sampler)
-    assert on_stream(engine, lambda: compare_replay(graph)) is None
+    assert engine._runner.on_stream(lambda: compare_replay(graph)) is None
     engine.close()
 
 
@@ -157,7 +150,7 @@ def test_poisoned_padding_changes_no_real_row(sampler: str) -> None:
     engine, graph = mid_flight(sampler)
     padding = engine._runner.decode_step.padding()
     assert {"kv.0", "state.history", "state.drafts", "state.sampling.seed", "state.processors.phrases"} <= set(padding)
-    assert on_stream(engine, lambda: poison(graph, padding, lambda outputs: [out[:3] for out in outputs])) == []
+    assert engine._runner.on_stream(lambda: poison(graph, padding, lambda outputs: [out[:3] for out in outputs])) == []
     engine._runner.decode_step.buffers.check_canaries()
     engine.close()
 
@@ -194,7 +187,7 @@ def test_the_address_of_a_buffer_that_moved_stops_the_engine() -> None:
         def move() -> None:
             computed.set_(computed.clone())  # type: ignore[call-overload]
 
-        engine._runner._stream.submit(move).wait()
+        engine._runner.on_stream(move)
         with pytest.raises(RuntimeError, match=r"state.computed. moved from 0x"):
             engine.generate([[5, 6, 7]], GREEDY, progress=False)
 

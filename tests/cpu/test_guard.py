@@ -138,7 +138,7 @@ def engine_findings(engine: Engine, key: GraphKey) -> list[Finding]:
         runner.decode_step.fill_with_padding()
         found.extend(guard.inspect(lambda: runner.decode_step.step(key)))
 
-    runner._stream.submit(work).wait()
+    runner.on_stream(work)
     return found
 
 

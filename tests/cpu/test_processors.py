@@ -297,7 +297,7 @@ def test_cheap_kinds_read_nothing_that_processors_brought() -> None:
 
         found: dict[str, tuple[set[str], int]] = {}
         for sampler in ("greedy", "plain", "bounded", "bounded+processors", "bounded+logprobs"):
-            engine._runner._stream.submit(lambda s=sampler: found.update({s: groups_of(s)})).wait()  # type: ignore[misc]
+            engine._runner.on_stream(lambda s=sampler: found.update({s: groups_of(s)}))  # type: ignore[misc]
     assert found == {
         "greedy": (set(), 1),
         "plain": ({"sampling"}, 1),
