@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,14 +50,15 @@ class BucketLadder:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Every key that can be asked for: a batch of 1 to `max_batch` rows, at each tier of k, with each sampler.
+    """Every key that can be asked for: a batch of 1 to `max_batch` rows, with each sampler, at each pair of k in
+    `drafts`, of the drafts that a step consumes and of those that it proposes.
 
     Raises ValueError, with the list, for batch sizes that no rung holds and for rungs that no batch reaches.
     """
 
     ladder: BucketLadder
     max_batch: int
-    num_drafts: tuple[int, ...]
+    drafts: tuple[tuple[int, int], ...]
     samplers: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -67,23 +68,25 @@ class GraphPlan:
         if unreachable := [rung for rung in self.ladder.rungs if rung > self.max_batch]:
             raise ValueError(f"no batch reaches the rungs {_names(unreachable)}: at most {self.max_batch} rows run")
 
-    def key(self, batch: int, num_draft: int, sampler: str) -> GraphKey:
+    def key(self, batch: int, num_draft: int, num_draft_next: int, sampler: str) -> GraphKey:
         """The key of a step of `batch` rows, for capture and for lookup."""
-        return GraphKey("decode", self.ladder.pad(batch), num_draft, num_draft, sampler)
+        return GraphKey("decode", self.ladder.pad(batch), num_draft, num_draft_next, sampler)
 
     def all_keys(self) -> list[GraphKey]:
         """All of them, largest batch first: smaller graphs then find their memory in the pool of larger ones."""
-        return [self.key(r, k, s) for r in reversed(self.ladder.rungs) for k in self.num_drafts for s in self.samplers]
+        return self._keys(reversed(self.ladder.rungs))
 
     def check(self, captured: Collection[object]) -> None:
         """Raise ValueError, with the list, if a step could ask for a key that is not in `captured`, or if a captured
         key is one that no step can ask for."""
-        batches = range(1, self.max_batch + 1)
-        asked = {self.key(batch, k, s) for batch in batches for k in self.num_drafts for s in self.samplers}
+        asked = set(self._keys(range(1, self.max_batch + 1)))
         if missing := [key for key in self.all_keys() if key in asked and key not in captured]:
             raise ValueError(f"no graph was captured for {_names(missing)}")
         if unreachable := [key for key in captured if key not in asked]:
             raise ValueError(f"no step can ask for the graphs {_names(unreachable)}")
+
+    def _keys(self, batches: Iterable[int]) -> list[GraphKey]:
+        return [self.key(batch, *pair, s) for batch in batches for pair in self.drafts for s in self.samplers]
 
 
 def _names(items: Collection[object]) -> str:

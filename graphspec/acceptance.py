@@ -72,18 +72,20 @@ class AcceptanceLog:
         self._watch, self._alarms = watch, list[str]()
         self._lost: Counts = np.zeros((len(CAUSES), num_draft), np.int64)
         self._delivered: Counts = np.zeros(num_draft, np.int64)
-        self._num_accepted: Counts = np.zeros(num_draft + 1, np.int64)  # rows by drafts accepted before any cut
+        self._verified: Counts = np.zeros(num_draft, np.int64)  # rows that verified the draft at each position
+        self._accepted: Counts = np.zeros(num_draft, np.int64)  # those that accepted it, before any cut
         self._rank_sum = self._gap_sum = 0.0
 
-    def record(self, rows: RejectionRows, accepted: Counts, delivered: Counts, room: Counts) -> None:
-        """Count decode rows: drafts accepted before the stop rules and delivered after them, and the tokens that were
-        left to the limit of each."""
-        index = np.arange(len(self._delivered))
+    def record(self, rows: RejectionRows, accepted: Counts, delivered: Counts, room: Counts, num_draft: int) -> None:
+        """Count decode rows of a step with `num_draft`: drafts accepted before the stop rules and delivered after them,
+        and the tokens that were left to the limit of each."""
+        index = np.arange(num_draft)
         cause = classify(rows, accepted, delivered, room, index)
         for number in range(len(CAUSES)):
-            self._lost[number] += (cause == number).sum(axis=0)
-        self._delivered += (index < delivered[:, None]).sum(axis=0)
-        self._num_accepted += np.bincount(accepted, minlength=len(self._num_accepted))
+            self._lost[number, :num_draft] += (cause == number).sum(axis=0)
+        self._delivered[:num_draft] += (index < delivered[:, None]).sum(axis=0)
+        self._verified[:num_draft] += len(accepted)
+        self._accepted[:num_draft] += (index < accepted[:, None]).sum(axis=0)
         differs = (cause == CAUSES.index("differs")).any(axis=1)
         self._rank_sum += float(rows.ranks[differs].sum())
         self._gap_sum += float(rows.gaps[differs].sum())
@@ -93,11 +95,11 @@ class AcceptanceLog:
 
     def report(self) -> AcceptanceReport:
         lost = {name: self._lost[number].tolist() for number, name in enumerate(CAUSES)}
-        num_drafts, num_differs = int(self._num_accepted.sum()), max(1, sum(lost["differs"]))
-        count = np.arange(len(self._num_accepted))
-        tokens = [1.0 + float((np.minimum(count, k) * self._num_accepted).sum()) / max(1, num_drafts) for k in count]
+        num_differs = max(1, sum(lost["differs"]))
+        gains = self._accepted / np.maximum(1, self._verified)
+        tokens = [1.0, *(1.0 + gains.cumsum()).tolist()]
         return AcceptanceReport(
-            num_drafts=num_drafts,
+            num_drafts=int(self._verified.max(initial=0)),
             delivered=self._delivered.tolist(),
             lost=lost,
             differs=Loss(self._rank_sum / num_differs, self._gap_sum / num_differs),

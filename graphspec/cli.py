@@ -79,6 +79,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
         ("mean acceptance length", f"{stats.mean_acceptance_length:.2f}"),
     ]
     lines += [(f"acceptance at token {i}", f"{rate:.2f}") for i, rate in enumerate(stats.acceptance_rates)]
+    if len(stats.num_steps_per_k) > 1:
+        lines += [(f"decode steps with k = {k}", f"{count}") for k, count in stats.num_steps_per_k.items()]
     return [
         *lines,
         ("tokens per second", f"{report.tokens_per_second:.1f}"),
@@ -188,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="makes sampling reproducible: the same for every prompt, and for drawing seeds")
     add("--num-speculative-tokens", "--num_spec_tokens", "--num-spec-tokens", type=int, metavar="K",
         default=defaults.num_speculative_tokens, help="drafts per request and step; 0 is off")  # fmt: skip
+    add("--adaptive-speculation", action="store_true", help="choose k anew for every step, up to the number above")
     add("--drafter", choices=DRAFTERS, default=defaults.drafter)
     add("--draft-model", help="drafts with this causal LM of the same vocabulary: a name as for --model")
     add("--draft-shares-noise", action=argparse.BooleanOptionalAction, default=defaults.draft_shares_noise,

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from graphspec.adaptive import halving_tiers
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFTERS = ("auto", "none", "ngram", "draft_model", "forced")
 
@@ -18,6 +20,9 @@ class EngineConfig:
     """Everything tunable. None (or "auto") means: decided from the model and the machine at start-up.
 
     num_speculative_tokens   k >= 0, drafts per request in every decode step; 0 turns speculation off
+    adaptive_speculation     choose k anew for every step, for the whole batch, from measured step times and acceptance;
+                             num_speculative_tokens is then the most, and 0 is chosen where speculation does not pay
+    speculation_tiers        the k to choose among, ascending, num_speculative_tokens the last; None: 0, 1, 2, 4 ...
     drafter                  "ngram" proposes from the request's own text, "draft_model" with a second model, "none"
                              only with k = 0, "forced" accepts exactly `forced_num_accepted` drafts per step
                              (benchmarks: the text is not the model's); "auto" is "draft_model" if there is one, else
@@ -55,6 +60,8 @@ class EngineConfig:
     """
 
     num_speculative_tokens: int = 3
+    adaptive_speculation: bool = False
+    speculation_tiers: tuple[int, ...] | None = None
     drafter: str = "auto"
     draft_model: str | None = None
     draft_shares_noise: bool = True
@@ -86,6 +93,13 @@ class EngineConfig:
         k = self.num_speculative_tokens
         rules = (
             (0 <= k <= 64, f"num_speculative_tokens must be in 0 .. 64, got {k}; 0 turns speculation off"),
+            (self.speculation_tiers is None or self.adaptive_speculation,
+             "speculation_tiers are what adaptive_speculation chooses among: set it, or leave them out"),
+            (k > 0 or not self.adaptive_speculation,
+             "adaptive_speculation needs num_speculative_tokens above 0, the most drafts of a step"),
+            (self.speculation_tiers is None or _are_tiers(self.speculation_tiers, k),
+             f"speculation_tiers must ascend from 0 or more to num_speculative_tokens ({k}), got "
+             f"{self.speculation_tiers}"),
             (self.drafter in DRAFTERS, f'unknown drafter "{self.drafter}": use one of {", ".join(DRAFTERS)}'),
             (k == 0 or self.drafter != "none", 'drafter "none" drafts nothing: set num_speculative_tokens=0 with it'),
             (self.draft_model is None or self.drafter in ("auto", "draft_model"),
@@ -129,9 +143,20 @@ class ResolvedConfig:
         return self.user.num_speculative_tokens
 
     @property
+    def tiers(self) -> tuple[int, ...]:
+        """Every k that a step may have, ascending."""
+        if not self.user.adaptive_speculation:
+            return (self.num_draft,)
+        return self.user.speculation_tiers or halving_tiers(self.num_draft)
+
+    @property
     def explains(self) -> bool:
         """Rejections are explained, where there are drafts to reject."""
         return self.user.explain_acceptance and self.num_draft > 0
+
+
+def _are_tiers(tiers: tuple[int, ...], most: int) -> bool:
+    return len(tiers) > 0 and tiers[0] >= 0 and tiers[-1] == most and tiers == tuple(sorted(set(tiers)))
 
 
 def resolve(config: EngineConfig, *, model_limit: int, page_bytes: int, free_bytes: int) -> ResolvedConfig:

@@ -61,7 +61,7 @@ class DecodeStep:
     def step(self, key: GraphKey) -> StepTensors:
         """The function that is captured, for one key."""
         inputs = DecodeInputs(*(t[: key.rows] for t in self.inputs))
-        return self._iteration.decode(inputs, key.num_draft, key.sampler)
+        return self._iteration.decode(inputs, key.num_draft, key.num_draft_next, key.sampler)
 
     def stage(self, staged: DecodeInputs) -> None:
         """Copy R rows into the static inputs."""
@@ -71,6 +71,14 @@ class DecodeStep:
 
     def capture(self, key: GraphKey) -> CapturedGraph:
         return self.store.capture(key, lambda: self.step(key))
+
+    def rehearse(self, key: GraphKey) -> None:
+        """Run the step on nothing but padding, uncounted: what it costs, for steps that were not run yet."""
+        self.fill_with_padding()
+        if key in self.store:
+            self.store[key].program.run()
+        else:
+            self.step(key)
 
     def fill_with_padding(self) -> None:
         """Make every row a padding row. Capturing runs a step for real; on padding it changes nothing that matters,
@@ -93,7 +101,8 @@ class DecodeStep:
         """Check one graph while nothing is served yet: on one row of slot 0 and padding for the rest, replay against
         eager, and garbage in the padding. Returns one sentence per finding and leaves everything as it was."""
         graph, paging = self.store[key], self._iteration.paging
-        reach = 2 + key.num_draft + self._iteration.drafter.lookahead(key.num_draft)  # the newest token, and drafting
+        drafter = self._iteration.drafter
+        reach = 2 + key.num_draft + drafter.lookahead(key.num_draft_next)  # the newest token, and drafting
         pages = list(range(min(paging.scratch_page, -(-reach // paging.page_size))))
         self.fill_with_padding()
         self.inputs.row_slots[0] = 0

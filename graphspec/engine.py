@@ -84,14 +84,19 @@ class Engine:
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_prefill_tokens=config.max_prefill_tokens,
-                num_draft=self.config.num_draft,
+                tiers=self._runner.tiers,
                 lookahead=drafter.lookahead(self.config.num_draft),
                 page_size=config.page_size,
                 num_pages=self.config.num_pages,
                 table_width=self.config.table_width,
                 reads_prompt=drafter.reads_prompt,
+                drafts_ahead=drafter.drafts_ahead,
+                rungs=self._runner.graph_plan.ladder.rungs,
             )
         )
+        if config.adaptive_speculation:
+            for measured in self._runner.measure_steps():
+                self._scheduler.policy.costs.record(*measured)
         self._in_flight: deque[Launched] = deque()
         self._requests: dict[str, list[Request]] = {}  # completions that have not ended
         self._undelivered: list[StepOutput] = []

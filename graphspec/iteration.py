@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from attention import AttentionBackend, AttnInputs
 from graphspec.drafting import Drafter, DraftInputs, PromptChunks
-from graphspec.explain import rejection
+from graphspec.explain import REJECTION, rejection
 from graphspec.logprobs import token_logprobs
 from graphspec.model import PagedModel
 from graphspec.paging import Paging
@@ -22,11 +23,12 @@ from graphspec.processors import Context
 from graphspec.request import kind_parts
 from graphspec.row_sampler import RowSampler
 from graphspec.state import SlotState
-from graphspec.verify import verify
+from graphspec.verify import leading_matches, verify
 
 # Columns of an output row before its tokens: number of emitted tokens, leading healthy positions (legal input id,
-# finite logits), and the computed-token count the row started from.
-OUTPUT_HEADER = 3
+# finite logits), the computed-token count the row started from, and how many leading drafts of the slot the target
+# agreed with, of those that were verified and the one behind them.
+OUTPUT_HEADER = 4
 
 # Output rows, and for kinds with log-probabilities those of the tokens in them, [R, width * logprob_width] (int32).
 StepTensors = tuple[torch.Tensor, ...]
@@ -59,7 +61,8 @@ class _Rows(NamedTuple):
     slots: torch.Tensor  # [R] int64
     block_tables: torch.Tensor  # [R, P] int32
     computed: torch.Tensor  # [R] int64
-    drafts: torch.Tensor  # [R, Q - 1] int64
+    drafts: torch.Tensor  # [R, Q - 1] int64, to verify
+    known: torch.Tensor  # [R, K] int64, these and what else the slot holds; nothing after a prefill
     legal: torch.Tensor  # [R, Q] bool, the input id was one
     hidden: tuple[torch.Tensor, ...]  # [R, Q, D] each
 
@@ -76,27 +79,31 @@ class Iteration:
     vocab_size: int
     explains: bool = False  # output rows of decode steps end with `explain.rejection`
 
-    def decode(self, inputs: DecodeInputs, num_draft: int, sampler: str) -> StepTensors:
-        """R rows of exactly 1 + k positions -> output rows `[R, OUTPUT_HEADER + 1 + k]` (int32), if acceptance is to be
-        explained with REJECTION more columns."""
-        tokens, computed = self._correct(inputs.row_slots, num_draft)
+    @property
+    def max_draft(self) -> int:
+        """The most drafts a slot holds."""
+        return self.state.drafts.shape[1]
+
+    def decode(self, inputs: DecodeInputs, num_draft: int, num_draft_next: int, sampler: str) -> StepTensors:
+        """R rows of exactly 1 + `num_draft` positions, and `num_draft_next` drafts for the next step -> output rows
+        `[R, OUTPUT_HEADER + 1 + max_draft]` (int32), if acceptance is to be explained with REJECTION more columns."""
+        tokens, known, computed = self._correct(inputs.row_slots, num_draft)
         legal = (tokens >= 0) & (tokens < self.vocab_size)
         tokens = tokens.clamp(0, self.vocab_size - 1)  # an id that went wrong must not reach an index
         positions = computed.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         paged = self.paging.decode_inputs(inputs.block_tables, positions)
         self.attention.prepare(paged)
         logits, hidden = self.model.forward(tokens, positions, paged, 0, self.drafter.hidden_layers)
-        rows = _Rows(inputs.row_slots, inputs.block_tables, computed, tokens[:, 1:], legal, hidden)
-        return self._finish(logits, rows, num_draft, sampler)
+        rows = _Rows(inputs.row_slots, inputs.block_tables, computed, tokens[:, 1:], known, legal, hidden)
+        return self._widen(self._finish(logits, rows, num_draft_next, sampler), num_draft)
 
-    def prefill(self, inputs: PrefillInputs, num_draft: int, sampler: str) -> tuple[StepTensors, torch.Tensor | None]:
+    def prefill(
+        self, inputs: PrefillInputs, num_draft_next: int, sampler: str
+    ) -> tuple[StepTensors, torch.Tensor | None]:
         """C packed chunks -> output rows `[C, OUTPUT_HEADER + 1]`, and log-probabilities `[N, logprob_width]` of prompt
         tokens; final chunks emit a token and the first drafts."""
         history = self.state.history
-        tokens = history[inputs.token_slots, inputs.positions].unsqueeze(0)
-        tables = inputs.block_tables.index_select(0, inputs.token_rows)  # [T, P]
-        slot_mapping = self.paging.slot_mapping(tables, inputs.positions.unsqueeze(1)).flatten()
-        paged = AttnInputs(inputs.block_tables, inputs.seq_lens, inputs.query_start, slot_mapping)
+        tokens, paged = self._read_chunks(inputs)
         last = (inputs.query_start[1:] - 1).to(torch.int64)
         kept = torch.cat((last, inputs.scored))
         layers = self.drafter.hidden_layers
@@ -106,9 +113,8 @@ class Iteration:
         if len(inputs.scored):
             successors = history[inputs.token_slots[inputs.scored], inputs.positions[inputs.scored] + 1]
             prompt_logprobs = token_logprobs(logits[len(last) :, 0], successors)
-        if num_draft:
-            read = tuple(h[0] for h in hidden)
-            self.drafter.prefill(PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, read))
+        read = tuple(h[0] for h in hidden)
+        self.drafter.prefill(PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, read))
         is_padding = (inputs.row_slots == self.state.scratch_slot).unsqueeze(1)
         computed = inputs.seq_lens.to(torch.int64) - 1
         rows = _Rows(
@@ -116,19 +122,32 @@ class Iteration:
             block_tables=torch.where(is_padding, self.paging.scratch_page, inputs.block_tables),
             computed=computed,
             drafts=tokens.new_zeros((len(last), 0)),
+            known=tokens.new_zeros((len(last), 0)),
             legal=torch.ones_like(computed, dtype=torch.bool).unsqueeze(1),
             hidden=tuple(h[0, last].unsqueeze(1) for h in hidden),
         )
-        return self._finish(logits[: len(last)], rows, num_draft, sampler), prompt_logprobs
+        return self._finish(logits[: len(last)], rows, num_draft_next, sampler), prompt_logprobs
 
-    def _correct(self, slots: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def catch_up(self, inputs: PrefillInputs) -> None:
+        """Let the drafter read C packed chunks that the target has computed long ago."""
+        tokens, paged = self._read_chunks(inputs)
+        self.drafter.prefill(PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, ()))
+
+    def _read_chunks(self, inputs: PrefillInputs) -> tuple[torch.Tensor, AttnInputs]:
+        """Tokens `[1, T]` of packed chunks, and where they attend."""
+        tokens = self.state.history[inputs.token_slots, inputs.positions].unsqueeze(0)
+        tables = inputs.block_tables.index_select(0, inputs.token_rows)  # [T, P]
+        slot_mapping = self.paging.slot_mapping(tables, inputs.positions.unsqueeze(1)).flatten()
+        return tokens, AttnInputs(inputs.block_tables, inputs.seq_lens, inputs.query_start, slot_mapping)
+
+    def _correct(self, slots: torch.Tensor, num_draft: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The truth of the slots, in the place of what the scheduler could not know: input tokens `[R, 1 + k]`
-        (newest token, drafts) and computed counts `[R]`."""
+        (newest token, drafts), all drafts `[R, max_draft]` and computed counts `[R]`."""
         newest = self.state.last_token.index_select(0, slots).unsqueeze(1)
-        drafts = self.state.drafts.index_select(0, slots)[:, :num_draft]
-        return torch.cat((newest, drafts), dim=1), self.state.computed.index_select(0, slots)
+        known = self.state.drafts.index_select(0, slots)
+        return torch.cat((newest, known[:, :num_draft]), dim=1), known, self.state.computed.index_select(0, slots)
 
-    def _finish(self, logits: torch.Tensor, rows: _Rows, num_draft: int, sampler: str) -> StepTensors:
+    def _finish(self, logits: torch.Tensor, rows: _Rows, num_draft_next: int, sampler: str) -> StepTensors:
         """Verify, update the slots, draft the next step, and pack the output rows."""
         state, kind, slots, computed = self.state, kind_parts(sampler), rows.slots, rows.computed
         num_verified = rows.drafts.shape[1]
@@ -151,7 +170,7 @@ class Iteration:
         state.history.index_put_((slots.unsqueeze(1), places), verdict.emitted)
         state.computed.index_copy_(0, slots, newest)
         state.last_token.index_copy_(0, slots, verdict.newest)
-        if num_draft:
+        if num_draft_next:
             known = DraftInputs(
                 slots=slots,
                 block_tables=rows.block_tables,
@@ -163,9 +182,11 @@ class Iteration:
                 newest=newest,
                 sampler=row_sampler,
             )
-            proposed = self.drafter.propose(known, num_draft)
-            state.drafts.index_copy_(0, slots, proposed.token_ids)
+            proposed = self.drafter.propose(known, num_draft_next)
+            state.drafts[:, :num_draft_next].index_copy_(0, slots, proposed.token_ids)
             state.num_valid.index_copy_(0, slots, proposed.num_valid)
+        elif self.max_draft:
+            state.num_valid.index_fill_(0, slots, 0)
         self._reset_scratch_slot()
 
         healthy = torch.isfinite(logits.amax(dim=-1)) & rows.legal
@@ -173,9 +194,20 @@ class Iteration:
             healthy &= torch.isfinite(processed.amax(dim=-1))
         num_healthy = healthy.to(torch.int64).cumprod(dim=1).sum(dim=1)
         output = torch.where(offsets < verdict.num_emitted.unsqueeze(1), verdict.emitted, -1)
-        header = torch.stack((verdict.num_emitted, num_healthy, computed), dim=1)
+        header = torch.stack((verdict.num_emitted, num_healthy, computed, leading_matches(rows.known, samples)), dim=1)
         packed = torch.cat((torch.cat((header, output), dim=1).to(torch.int32), *why), dim=1)
         return (packed, token_logprobs(logits, verdict.emitted).flatten(1)) if kind.logprobs else (packed,)
+
+    def _widen(self, output: StepTensors, num_draft: int) -> StepTensors:
+        """Output rows of a step with `num_draft` in the layout that those of every decode step have."""
+        unused = self.max_draft - num_draft
+        if not unused:
+            return output
+        (packed, *logprobs), width = output, 1 + num_draft
+        tokens, why = packed[:, : OUTPUT_HEADER + width], packed[:, OUTPUT_HEADER + width :]
+        missing = REJECTION - why.shape[1] if self.explains else 0
+        packed = torch.cat((F.pad(tokens, (0, unused), value=-1), F.pad(why, (0, missing))), dim=1)
+        return (packed, *(F.pad(own, (0, unused * (own.shape[1] // width))) for own in logprobs))
 
     def _reset_scratch_slot(self) -> None:
         for field in (self.state.computed, self.state.last_token, self.state.drafts, self.state.num_valid):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from attention import Bucket
 from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompiler, create_backend, create_stream
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
-from graphspec.drafting import create_drafter
+from graphspec.drafting import Drafter, create_drafter
 from graphspec.explain import REJECTION
 from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
 from graphspec.logprobs import logprob_width, read_logprobs
@@ -24,7 +25,7 @@ from graphspec.sampling import BASES, SAMPLERS
 from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
 from graphspec.state import admit, allocate_state
 from graphspec.stats import GraphStats
-from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult, placeholders_of_decode
+from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
 
 T = TypeVar("T")
 
@@ -53,18 +54,23 @@ class Launched:
 
     def result(self) -> StepResult:
         """Copy the answer. Call after `event.wait()`."""
-        prefill, decode, staged = self.plan.prefill, self.plan.decode, self.staged
+        prefill, decode, staged, width = self.plan.prefill, self.plan.decode, self.staged, self.staged.width
         num_scored = 0 if prefill is None else int(prefill.num_scored.sum())
         return StepResult(
-            prefill=None if prefill is None else _read(prefill, staged.prefill_output, staged.prefill_logprobs),
-            decode=None if decode is None else _read(decode, staged.decode_output, staged.decode_logprobs),
+            prefill=None if prefill is None else _read(prefill, staged.prefill_output, staged.prefill_logprobs, 1),
+            decode=None if decode is None else _read(decode, staged.decode_output, staged.decode_logprobs, width),
             off_graph=self.off_graph,
+            seconds=self._seconds_of_decode(),
             prompt_logprobs=read_logprobs(staged.prompt_logprobs[:num_scored].numpy()) if num_scored else None,
         )
 
+    def _seconds_of_decode(self) -> float | None:
+        plan = self.plan
+        alone = plan.prefill is None and plan.catch_up is None and not plan.admissions and not self.staged.captured
+        return self.event.busy_seconds() if alone else None
 
-def _read(rows: PrefillRows | DecodeRows, output: torch.Tensor, logprobs: torch.Tensor) -> RowResults:
-    width = placeholders_of_decode(rows.num_draft) if isinstance(rows, DecodeRows) else 1
+
+def _read(rows: PrefillRows | DecodeRows, output: torch.Tensor, logprobs: torch.Tensor, width: int) -> RowResults:
     return read_rows(output, len(rows.slots), width, logprobs if kind_parts(rows.sampler).logprobs else None)
 
 
@@ -74,7 +80,7 @@ class _Work:
 
     plan: StepPlan
     staged: StagedStep
-    prefill: PrefillInputs | None
+    chunks: PrefillInputs | None  # of prompts, or of what the drafter has to catch up with
     decode: DecodeInputs | None
     key: GraphKey | None  # of the decode step; without one, of an earlier launch
 
@@ -87,11 +93,12 @@ class Runner:
     ) -> None:
         user = config.user
         self.device = device
-        self.graph_plan = graph_plan(user)
         self._model, self._draft = model, draft
         self._attention = attach_kv(model, config, device)
         paging = Paging(user.page_size, config.num_pages, config.max_model_len)
         self.drafter = create_drafter(config, draft, paging, device)
+        self.tiers = usable_tiers(config.tiers, self.drafter)
+        self.graph_plan = graph_plan(user, self.tiers, self.drafter.drafts_ahead)
         vocab_size = model.facts.vocab_size
         self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, vocab_size, device)
         self._iteration = Iteration(
@@ -147,12 +154,16 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Launched:
         staged = self._ring.take()
-        prefill = None if plan.prefill is None else staged.fill_prefill(plan.prefill)
+        rows = plan.prefill or plan.catch_up
+        chunks = None if rows is None else staged.fill_prefill(rows)
         decode = None
         if plan.decode is not None:
-            self.last_key = self.graph_plan.key(len(plan.decode.slots), plan.decode.num_draft, plan.decode.sampler)
+            consumed = plan.decode.num_draft
+            self.last_key = self.graph_plan.key(
+                len(plan.decode.slots), consumed, plan.num_draft_next, plan.decode.sampler
+            )
             decode = staged.fill_decode(plan.decode, self.last_key.rows)
-        work = _Work(plan, staged, prefill, decode, self.last_key)
+        work = _Work(plan, staged, chunks, decode, self.last_key)
         staged.event = self._stream.submit(lambda: self._run_audited(work))
         return Launched(plan, staged, staged.event, self._off_graph)
 
@@ -170,18 +181,41 @@ class Runner:
         plan, staged, decode, key = work.plan, work.staged, work.decode, work.key
         for admission in plan.admissions:
             admit(self._state, admission)
-        if work.prefill is not None and plan.prefill is not None:
-            host_plan = (work.prefill.block_tables, work.prefill.seq_lens, work.prefill.query_start)
-            self._attention.plan_prefill(*host_plan)
-            self.drafter.plan_prefill(*host_plan)
-            on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in work.prefill))
-            first, scored = self._iteration.prefill(on_device, self._state.drafts.shape[1], plan.prefill.sampler)
-            _copy_rows((staged.prefill_output, staged.prefill_logprobs), first)
-            if scored is not None:
-                _copy_rows((staged.prompt_logprobs,), (scored,))
+        if work.chunks is not None:
+            self._run_chunks(plan, staged, work.chunks)
         if decode is not None and key is not None:
+            staged.captured = not self._off_graph and key not in self.decode_step.store
             out = self.decode_step.run(key, decode, self._off_graph)
             _copy_rows((staged.decode_output, staged.decode_logprobs), out)
+
+    def _run_chunks(self, plan: StepPlan, staged: StagedStep, chunks: PrefillInputs) -> None:
+        host_plan = (chunks.block_tables, chunks.seq_lens, chunks.query_start)
+        self.drafter.plan_prefill(*host_plan)
+        on_device = PrefillInputs(*(t.to(self.device, non_blocking=True) for t in chunks))
+        if plan.prefill is None:
+            self._iteration.catch_up(on_device)
+            return
+        self._attention.plan_prefill(*host_plan)
+        first, scored = self._iteration.prefill(on_device, plan.num_draft_next, plan.prefill.sampler)
+        _copy_rows((staged.prefill_output, staged.prefill_logprobs), first)
+        if scored is not None:
+            _copy_rows((staged.prompt_logprobs,), (scored,))
+
+    def measure_steps(self, repeats: int = 3) -> list[tuple[int, int, float]]:
+        """(rows, k, seconds) of greedy decode steps on padding: of the smallest and the largest batch without drafts
+        and with the most, and of every other step that has its graph already. Best of a few."""
+        plan, steps = self.graph_plan, self.decode_step
+        ends = min(plan.drafts), max(plan.drafts)
+        corners = [plan.key(rows, *pair, "greedy") for rows in (1, plan.max_batch) for pair in ends]
+        if not self._off_graph:
+            self.on_stream(lambda: [steps.capture(key) for key in dict.fromkeys(corners) if key not in steps.store])
+        greedy = [key for key in plan.all_keys() if key.sampler == "greedy" and key in steps.store]
+        found = []
+        for key in dict.fromkeys((*corners, *greedy)):
+            taken = [self._stream.submit(partial(steps.rehearse, key)) for _ in range(repeats)]
+            taken[-1].wait()
+            found.append((key.rows, key.num_draft, min(event.busy_seconds() for event in taken)))
+        return found
 
     def on_stream(self, work: Callable[[], T]) -> T:
         """Run `work` where all device work runs, in order with it, wait, and return what it returns."""
@@ -216,15 +250,26 @@ def _copy_rows(host: Iterable[torch.Tensor], device: StepTensors) -> None:
         target[: len(source)].copy_(source, non_blocking=True)
 
 
-def graph_plan(user: EngineConfig) -> GraphPlan:
-    """Every graph the decode steps of an engine can ask for. Raises ValueError for rungs that leave holes."""
+def usable_tiers(tiers: tuple[int, ...], drafter: Drafter) -> tuple[int, ...]:
+    """The k that steps may have. A drafter that needs every step's hidden states is left out of none."""
+    needs_all = bool(drafter.hidden_layers) and not drafter.drafts_ahead
+    return tuple(k for k in tiers if k or not needs_all)
+
+
+def graph_plan(user: EngineConfig, tiers: tuple[int, ...], drafts_ahead: bool) -> GraphPlan:
+    """Every graph the decode steps of an engine can ask for, see `Scheduler`: k changes from any tier to any other if
+    all drafts are always proposed, and else to a neighbouring one. Raises ValueError for rungs that leave holes."""
     ladder = BucketLadder.up_to(user.max_num_seqs) if user.graph_rows is None else BucketLadder(user.graph_rows)
-    return GraphPlan(ladder, user.max_num_seqs, (user.num_speculative_tokens,), SAMPLERS)
+    drafts = [(k, tiers[-1]) for k in tiers]
+    if not drafts_ahead:
+        drafts = [(a, b) for i, a in enumerate(tiers) for b in tiers[max(0, i - 1) : i + 2]]
+    return GraphPlan(ladder, user.max_num_seqs, tuple(drafts), SAMPLERS)
 
 
 def decode_buckets(plan: GraphPlan) -> list[Bucket]:
     """The shapes that decode steps can have, largest batch last."""
-    return [Bucket(rows, 1 + k) for k in plan.num_drafts for rows in plan.ladder.rungs]
+    tiers = sorted({k for k, _ in plan.drafts})
+    return [Bucket(rows, 1 + k) for k in tiers for rows in plan.ladder.rungs]
 
 
 def captured_at_start(user: EngineConfig, device: torch.device) -> tuple[str, ...]:

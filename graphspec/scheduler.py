@@ -12,14 +12,15 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graphspec.acceptance import AcceptanceLog, CollapseWatch, RejectionRows
+from graphspec.adaptive import AdaptiveK, step_towards
 from graphspec.pages import PageHash, PagePool, page_hashes
 from graphspec.request import FinishReason, Request, TokenLogprobs, sampler_kind
-from graphspec.slots import DECODE, FREE, PREFILL, SlotTable
+from graphspec.slots import DECODE, FREE, PREFILL, UNREAD_NONE, SlotTable
 from graphspec.stats import SpecStats
 from graphspec.step import (
     Admission,
@@ -38,17 +39,32 @@ DESCRIBED = ("epoch", "settled", "prefilled", "placeholders", "sampling", "limit
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The limits the scheduler works with; `table_width` is the number of entries of a page-table row. With
-    `reads_prompt` the last token of a prompt is always prefilled, for the drafter."""
+    """The limits the scheduler works with.
+
+    tiers          every k a step may have, ascending
+    rungs          row counts of captured steps, ascending
+    table_width    entries of a page-table row
+    reads_prompt, drafts_ahead   of the drafter, see `drafting.protocol`
+    """
 
     max_num_seqs: int
     max_prefill_tokens: int
-    num_draft: int
+    tiers: tuple[int, ...]
     lookahead: int
     page_size: int
     num_pages: int
     table_width: int
     reads_prompt: bool = False
+    drafts_ahead: bool = True
+    rungs: tuple[int, ...] = ()
+
+    @property
+    def max_draft(self) -> int:
+        return self.tiers[-1]
+
+    def pad(self, rows: int) -> int:
+        """Rows of the captured step that serves `rows`."""
+        return next((rung for rung in self.rungs if rung >= rows), rows)
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,13 @@ class Emission:
     logprobs: list[TokenLogprobs] | None = None
 
 
+class Decoded(NamedTuple):
+    """What an answered decode step was."""
+
+    num_draft: int
+    off_graph: bool  # it replayed no graph
+
+
 class Scheduler:
     """Queues, slots and pages. `next` makes the plan of a launch, `commit` takes its answer."""
 
@@ -69,10 +92,12 @@ class Scheduler:
         self.pool = PagePool(config.num_pages)
         self.table = SlotTable(config.max_num_seqs, config.table_width, self.pool.scratch_page)
         self.waiting: list[Request] = []  # by rank
-        self.stats = SpecStats(config.num_draft)
+        self.stats = SpecStats(config.max_draft)
         # Stays empty unless acceptance is explained.
-        self.acceptance = AcceptanceLog(config.num_draft, CollapseWatch(config.num_draft))
+        self.acceptance = AcceptanceLog(config.max_draft, CollapseWatch(config.max_draft))
+        self.policy = AdaptiveK(config.tiers, config.pad)
         self._next_step = 0
+        self._proposed = config.max_draft if config.drafts_ahead else config.tiers[0]  # by the launch before
 
     # Requests come and go.
 
@@ -106,10 +131,16 @@ class Scheduler:
         running prefills first, then waiting requests, both in order of rank.
         """
         step, table = self._next_step, self.table
-        decode_slots, short_of_pages = self._decodable()
+        num_draft, num_draft_next = self._choose_k()
+        decode_slots, short_of_pages = self._decodable(num_draft)
         chunks: list[tuple[int, int]] = []  # (slot, length)
         admissions: list[Admission] = []
         budget = self.config.max_prefill_tokens
+        catch_up = None
+        if num_draft_next and not num_draft:
+            catch_up, all_read = self._catch_up(budget if len(decode_slots) else 0, step)
+            budget = budget if catch_up is None else 0  # a launch has these chunks or those of prompts
+            num_draft_next = num_draft_next if all_read else 0
         prefilling = np.flatnonzero(table.phase == PREFILL)
         for slot in prefilling[np.argsort(table.rank[prefilling])].tolist():
             budget -= self._take_chunk(slot, budget, chunks)
@@ -117,12 +148,73 @@ class Scheduler:
             admissions.append(admission)
             budget -= self._take_chunk(admission.slot, budget, chunks)
         straight = [a.slot for a in admissions if table.phase[a.slot] == DECODE]
-        decode = self._plan_decode(np.append(decode_slots, straight).astype(np.int64), step)
+        decode = self._plan_decode(np.append(decode_slots, straight).astype(np.int64), step, num_draft)
         prefill = self._plan_prefill(chunks, step)
         if decode is None and prefill is None:
             return None
         self._next_step += 1
-        return StepPlan(step, tuple(admissions), prefill, decode)
+        if not num_draft_next and self.config.reads_prompt:
+            self._fall_behind(decode, prefill)
+        if decode is not None:
+            self.policy.launched(num_draft)
+        self._proposed = num_draft_next
+        return StepPlan(step, tuple(admissions), prefill, decode, num_draft_next, catch_up)
+
+    # How many drafts, and what the drafter has read.
+
+    def _choose_k(self) -> tuple[int, int]:
+        """Drafts that the launch consumes and that it proposes. A drafter that drafts ahead always proposes the most;
+        otherwise the choice is about the next launch, and goes to a neighbouring tier, for which there is a graph."""
+        table, config = self.table, self.config
+        if len(config.tiers) == 1:
+            return config.max_draft, config.max_draft
+        running = table.phase == DECODE
+        wanted = self.policy.choose(int(running.sum()), int((running & table.speculates).sum()))
+        if config.drafts_ahead:
+            return wanted, config.max_draft
+        return self._proposed, step_towards(config.tiers, self._proposed, wanted)
+
+    def _fall_behind(self, decode: DecodeRows | None, prefill: PrefillRows | None) -> None:
+        """The drafter does not read what this launch emits. Where that begins is known with the answer, unless every
+        launch in flight emits exactly one token."""
+        table = self.table
+        rows = [] if decode is None else [decode.slots]
+        rows += [] if prefill is None else [prefill.slots[prefill.final]]
+        for slots in rows:
+            new = slots[table.unread[slots] == UNREAD_NONE]
+            table.unread[new], table.unread_known[new] = table.settled[new], False
+
+    def _catch_up(self, budget: int, step: int) -> tuple[PrefillRows | None, bool]:
+        """Chunks, of at most `budget` tokens, of what the drafter has not read, and whether it has read everything with
+        them. Since rows fell behind they emitted exactly one token per launch, so what is known is exact."""
+        table = self.table
+        behind = np.flatnonzero((table.phase == DECODE) & (table.unread != UNREAD_NONE))
+        ready = table.unread_known[behind] & (table.placeholders[behind] == table.sampling[behind])
+        slots = behind[ready]
+        known = table.settled[slots] + table.placeholders[slots]
+        missing = known - table.unread[slots]
+        lengths = np.minimum(missing, np.maximum(0, budget - (missing.cumsum() - missing)))
+        chosen = lengths > 0
+        all_read = bool(ready.all() and (lengths == missing).all())
+        slots, lengths = slots[chosen], lengths[chosen]
+        starts = table.unread[slots].copy()
+        table.unread[slots] += lengths
+        if all_read:
+            table.unread[behind] = UNREAD_NONE
+        if not len(slots):
+            return None, all_read
+        table.last_step[slots] = step
+        unscored = np.zeros(len(slots), np.int64)
+        return PrefillRows(
+            slots=slots,
+            epochs=table.epoch[slots],
+            starts=starts,
+            lengths=lengths,
+            final=unscored > 0,
+            scored_to=unscored,
+            page_table=table.page_table[slots],
+            sampler="greedy",
+        ), all_read
 
     def _pages_needed(self, slots: IntArray, placeholders: int) -> IntArray:
         """Pages the slots must own before a launch that adds `placeholders` to each."""
@@ -132,14 +224,14 @@ class Scheduler:
         needed: IntArray = -(-reach // self.config.page_size)
         return needed
 
-    def _decodable(self) -> tuple[IntArray, bool]:
+    def _decodable(self, num_draft: int) -> tuple[IntArray, bool]:
         """Slots that decode in this launch, with their pages reserved, and whether any had to sit out for pages.
 
         A request whose launches in flight reach its limit even with every draft rejected is not launched again.
         """
         table = self.table
         slots = np.flatnonzero((table.phase == DECODE) & (table.settled + table.sampling < table.limit))
-        missing = self._pages_needed(slots, placeholders_of_decode(self.config.num_draft)) - table.num_pages[slots]
+        missing = self._pages_needed(slots, placeholders_of_decode(num_draft)) - table.num_pages[slots]
         hungry = np.flatnonzero(missing > 0)
         if not len(hungry):
             return slots, False
@@ -173,7 +265,7 @@ class Scheduler:
         if not self.waiting or not table.num_unused:
             return None
         request = self.waiting[0]
-        reach = request.num_tokens + placeholders_of_decode(self.config.num_draft) + self.config.lookahead
+        reach = request.num_tokens + placeholders_of_decode(self.config.max_draft) + self.config.lookahead
         known = 0 if request.wants_prompt_logprobs else request.num_tokens - 1  # the last token is always computed
         shared = pool.find(self._hashes(request, known))
         count = self.pages_for(min(reach, request.limit)) - len(shared)
@@ -200,10 +292,10 @@ class Scheduler:
             index=request.index,
         )
 
-    def _plan_decode(self, slots: IntArray, step: int) -> DecodeRows | None:
+    def _plan_decode(self, slots: IntArray, step: int, num_draft: int) -> DecodeRows | None:
         if not len(slots):
             return None
-        table, num_draft = self.table, self.config.num_draft
+        table = self.table
         rows = DecodeRows(
             slots=slots,
             epochs=table.epoch[slots],
@@ -262,13 +354,30 @@ class Scheduler:
             rows = result.prefill.take(final)
             if result.prompt_logprobs is not None:
                 self._score_prompts(plan.prefill, result.prompt_logprobs)
-            emissions += self._settle(plan.prefill.slots[final], plan.prefill.epochs[final], rows, 1)
+            emissions += self._settle(plan, plan.prefill.slots[final], plan.prefill.epochs[final], rows)
         if plan.decode is not None and result.decode is not None:
-            width = placeholders_of_decode(plan.decode.num_draft)
-            off_graph = bool(result.off_graph)
-            emissions += self._settle(plan.decode.slots, plan.decode.epochs, result.decode, width, off_graph)
+            self._learn(plan.decode, result.decode, result.seconds)
+            decoded = Decoded(plan.decode.num_draft, bool(result.off_graph))
+            emissions += self._settle(plan, plan.decode.slots, plan.decode.epochs, result.decode, decoded)
         self.pool.answered(plan.step)
         return emissions
+
+    def _learn(self, decode: DecodeRows, rows: RowResults, seconds: float | None) -> None:
+        """What an answer says about costs and acceptance."""
+        table = self.table
+        alive = table.epoch[decode.slots] == decode.epochs
+        slots, rows = decode.slots[alive], rows.take(alive)
+        visible = min(decode.num_draft + self.config.drafts_ahead, self.config.max_draft)
+        foreseen = rows.num_foreseen[table.speculates[slots]]
+        self.policy.answered(len(decode.slots), decode.num_draft, seconds, foreseen, visible)
+
+    def _learn_unread(self, slots: IntArray, computed: IntArray) -> None:
+        """The answer to a launch without drafting says where the drafter's knowledge of its rows ends, if it ended
+        there."""
+        table = self.table
+        waiting = (table.unread[slots] != UNREAD_NONE) & ~table.unread_known[slots]
+        table.unread[slots[waiting]] = computed[waiting] + 1
+        table.unread_known[slots[waiting]] = True
 
     def _score_prompts(self, chunks: PrefillRows, logprobs: LogprobRows) -> None:
         """Hand the log-probabilities of prompt tokens to the requests that asked for them. Chunks of one request are
@@ -284,15 +393,11 @@ class Scheduler:
             request.prompt_logprobs[start + 1 :] = own
 
     def _settle(
-        self,
-        slots: IntArray,
-        epochs: IntArray,
-        rows: RowResults,
-        placeholders: int,
-        off_graph: bool | None = None,
+        self, plan: StepPlan, slots: IntArray, epochs: IntArray, rows: RowResults, decoded: Decoded | None = None
     ) -> list[Emission]:
-        """`off_graph` says of a decode step whether it replayed no graph; None: the rows are those of a prefill."""
+        """`decoded` is about the decode step the rows were in; None: they are those of a prefill."""
         table = self.table
+        placeholders = 1 if decoded is None else placeholders_of_decode(decoded.num_draft)
         alive = table.epoch[slots] == epochs
         self.stats.wasted_positions += placeholders * int(np.count_nonzero(~alive))
         slots, rows = slots[alive], rows.take(alive)
@@ -301,6 +406,8 @@ class Scheduler:
             return []
         table.placeholders[slots] -= placeholders
         table.sampling[slots] -= 1
+        if self.config.reads_prompt and not plan.num_draft_next:
+            self._learn_unread(slots, rows.computed)
 
         # Finish rules hold per emitted token: cut after the first stop id, and at the limit.
         assert (rows.computed == table.settled[slots] - 1).all(), "the device and the host disagree about a slot"
@@ -317,14 +424,15 @@ class Scheduler:
         stopped, full = first_stop < kept, kept == room
         failed &= ~stopped  # what is wrong behind a stop is no part of the output
         table.settled[slots] += kept
-        if off_graph is not None:
+        if decoded is not None:
             table.decode_steps[slots] += 1
-            table.off_graph_steps[slots] += off_graph
+            table.off_graph_steps[slots] += decoded.off_graph
             counted = table.speculates[slots]
             accepted, delivered = (emitted - 1)[counted], np.minimum(kept, emitted - 1)[counted]
-            self.stats.record(accepted, delivered)
-            if rows.rejections is not None:
-                self._explain(slots[counted], rows.rejections.take(counted), accepted, delivered, room[counted])
+            self.stats.record(decoded.num_draft, accepted, delivered)
+            if rows.rejections is not None and decoded.num_draft:
+                known = rows.rejections.take(counted), accepted, delivered, room[counted], decoded.num_draft
+                self._explain(slots[counted], *known)
         self.stats.num_output_tokens += int(kept.sum())
 
         emissions = []
@@ -345,16 +453,22 @@ class Scheduler:
         return emissions
 
     def _explain(
-        self, slots: IntArray, rejections: RejectionRows, accepted: IntArray, delivered: IntArray, room: IntArray
+        self,
+        slots: IntArray,
+        rejections: RejectionRows,
+        accepted: IntArray,
+        delivered: IntArray,
+        room: IntArray,
+        num_draft: int,
     ) -> None:
         """Count the causes of rejections, of all rows and for the request of each."""
-        self.acceptance.record(rejections, accepted, delivered, room)
+        self.acceptance.record(rejections, accepted, delivered, room, num_draft)
         for i, slot in enumerate(slots.tolist()):
             request, one = self.table.request[slot], slice(i, i + 1)
             assert request is not None
             if request.acceptance is None:
-                request.acceptance = AcceptanceLog(self.config.num_draft)
-            request.acceptance.record(rejections.take(one), accepted[one], delivered[one], room[one])
+                request.acceptance = AcceptanceLog(self.config.max_draft)
+            request.acceptance.record(rejections.take(one), accepted[one], delivered[one], room[one], num_draft)
 
     def _cut_at_stop_string(self, slot: int, new: list[int], first_stop: int) -> tuple[int, int]:
         """Tokens to keep of `new`, and the index of the one that stops: where a string ends, else `first_stop`."""
@@ -374,7 +488,8 @@ class Scheduler:
         if faulty:
             self.pool.withdraw(pages[table.cached[slot] :])
         else:
-            certain = int(table.settled[slot]) - 1  # the newest token has no KV yet
+            # The newest token has no KV yet, and what the drafter has not read is worth nothing to it.
+            certain = min(int(table.settled[slot]) - 1, int(table.unread[slot]))
             self._publish(slot, min(certain, int(table.prefilled[slot])) if table.phase[slot] == PREFILL else certain)
         self.pool.release(pages, int(table.last_step[slot]))
         table.vacate(slot)

@@ -8,6 +8,7 @@ from graphspec.request import Request
 from graphspec.step import IntArray, PageTable
 
 FREE, PREFILL, DECODE = 0, 1, 2
+UNREAD_NONE = np.iinfo(np.int64).max
 
 
 class SlotTable:
@@ -25,6 +26,8 @@ class SlotTable:
     watched         the request has stop strings
     decode_steps, off_graph_steps   answered decode steps of the request in this slot; those that replayed no graph
     speculates      drafts are accepted for the request
+    unread          tokens from this position on have not been read by the drafter; UNREAD_NONE: it keeps up
+    unread_known    `unread` is exact; otherwise a launch in flight decides, and it is a lower bound
     scored_to       prompt positions below this return the log-probability of the token after them; 0: none is asked
                     for, or all are known
     rank            order of service, see `Request.rank`
@@ -41,7 +44,8 @@ class SlotTable:
         self.prefilled, self.limit, self.rank, self.needs = (_zeros(num_slots) for _ in range(4))
         self.min_length, self.cached, self.published, self.scored_to = (_zeros(num_slots) for _ in range(4))
         self.decode_steps, self.off_graph_steps = (_zeros(num_slots) for _ in range(2))
-        self.watched, self.speculates = (np.zeros(num_slots, np.bool_) for _ in range(2))
+        self.watched, self.speculates, self.unread_known = (np.zeros(num_slots, np.bool_) for _ in range(3))
+        self.unread = np.full(num_slots, UNREAD_NONE, np.int64)
         self.last_step = np.full(num_slots, -1, np.int64)
         self.num_pages = _zeros(num_slots)
         self.page_table: PageTable = np.full((num_slots, table_width), scratch_page, np.int32)
@@ -102,6 +106,7 @@ class SlotTable:
             array[slot] = 0
         self.cached[slot] = self.published[slot] = self.decode_steps[slot] = self.off_graph_steps[slot] = 0
         self.last_step[slot] = -1
+        self.unread[slot] = UNREAD_NONE
         self.page_table[slot] = self.scratch_page
         self._unused.append(slot)
 

@@ -65,7 +65,9 @@ class StagedStep:
         self.prompt_logprobs = host(tokens, sizes.logprob_width, dtype=torch.int32)
         self._decode_view = _numpy_views(self._decode)
         self._prefill_view = _numpy_views(self._prefill)
+        self.width = positions  # tokens of a decode row
         self.event: Event | None = None
+        self.captured = False  # the launch captured its graph first
 
     def fill_decode(self, rows: DecodeRows, bucket: int) -> DecodeInputs:
         """Write the rows and pad them to `bucket` with rows on the scratch slot and page. Returns `[bucket]` views."""
@@ -124,4 +126,5 @@ def read_rows(output: torch.Tensor, count: int, width: int, logprobs: torch.Tens
     if rest.shape[1]:
         gaps = np.ascontiguousarray(raw[:, OUTPUT_HEADER + width + 1]).view(np.float32)
         rejections = RejectionRows(rest[:, 0], gaps, rest[:, 2] > 0)
-    return RowResults(rows[:, 0], rows[:, 1], rows[:, 2], tokens, read, rejections)
+    emitted, healthy, computed, foreseen = rows[:, :OUTPUT_HEADER].T
+    return RowResults(emitted, healthy, computed, foreseen, tokens, read, rejections)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,31 +15,36 @@ class SpecStats:
     """Acceptance, counted the way the field counts it.
 
     num_drafts                 decode rows that verified drafts (one per row and step)
-    num_draft_tokens           verified draft positions: num_drafts * k
+    num_draft_tokens           verified draft positions: num_drafts * k, if k is the same in all steps
     num_accepted_tokens        drafts accepted, *before* a stop rule cut the row
     num_delivered_draft_tokens drafts accepted and delivered, *after* that cut
-    num_accepted_tokens_per_pos   how often the draft at position i was accepted, before the cut
+    num_draft_tokens_per_pos, num_accepted_tokens_per_pos   how often the draft at position i was verified, and how
+                               often it was accepted, before the cut
+    num_steps_per_k            answered decode steps by k
     wasted_positions           positions computed for requests that had already ended; in no other counter
     num_output_tokens          tokens delivered
     prefix_cache_queries, _hits   tokens of admitted requests; those of them whose KV was already cached
     """
 
     def __init__(self, num_draft: int) -> None:
-        self.num_draft = num_draft
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_delivered_draft_tokens = 0
+        self.num_draft_tokens_per_pos: IntArray = np.zeros(num_draft, np.int64)
         self.num_accepted_tokens_per_pos: IntArray = np.zeros(num_draft, np.int64)
+        self.num_steps_per_k: Counter[int] = Counter()
         self.wasted_positions = self.num_output_tokens = self.num_preemptions = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
 
-    def record(self, accepted: IntArray, delivered: IntArray) -> None:
+    def record(self, num_draft: int, accepted: IntArray, delivered: IntArray) -> None:
         """Count the rows of one decode launch: drafts accepted before and delivered after the stop rules."""
-        if self.num_draft == 0:
+        self.num_steps_per_k[num_draft] += 1
+        if num_draft == 0:
             return
         self.num_drafts += len(accepted)
-        self.num_draft_tokens += len(accepted) * self.num_draft
+        self.num_draft_tokens += len(accepted) * num_draft
+        self.num_draft_tokens_per_pos[:num_draft] += len(accepted)
         self.num_accepted_tokens += int(accepted.sum())
         self.num_delivered_draft_tokens += int(delivered.sum())
-        self.num_accepted_tokens_per_pos += (accepted[:, None] > np.arange(self.num_draft)).sum(axis=0)
+        self.num_accepted_tokens_per_pos[:num_draft] += (accepted[:, None] > np.arange(num_draft)).sum(axis=0)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -54,7 +59,8 @@ class SpecStats:
     @property
     def acceptance_rates(self) -> list[float]:
         """Share of verified rows whose draft at position 0, 1, ... was accepted."""
-        return [int(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.num_accepted_tokens_per_pos]
+        rates: list[float] = (self.num_accepted_tokens_per_pos / np.maximum(1, self.num_draft_tokens_per_pos)).tolist()
+        return rates
 
 
 def _recent() -> deque[float]:
@@ -91,7 +97,9 @@ class EngineStats:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_delivered_draft_tokens: int
+    num_draft_tokens_per_pos: list[int]
     num_accepted_tokens_per_pos: list[int]
+    num_steps_per_k: dict[int, int]
     draft_acceptance_rate: float
     mean_acceptance_length: float
     acceptance_rates: list[float]
@@ -132,7 +140,9 @@ def snapshot(
         num_draft_tokens=spec.num_draft_tokens,
         num_accepted_tokens=spec.num_accepted_tokens,
         num_delivered_draft_tokens=spec.num_delivered_draft_tokens,
+        num_draft_tokens_per_pos=spec.num_draft_tokens_per_pos.tolist(),
         num_accepted_tokens_per_pos=spec.num_accepted_tokens_per_pos.tolist(),
+        num_steps_per_k=dict(sorted(spec.num_steps_per_k.items())),
         draft_acceptance_rate=spec.draft_acceptance_rate,
         mean_acceptance_length=spec.mean_acceptance_length,
         acceptance_rates=spec.acceptance_rates,

@@ -1,6 +1,7 @@
 """The records that pass between scheduler, runner and engine, and the glossary of acceptance. No torch.
 
-num_draft      k, draft tokens per row in a step
+num_draft      k, draft tokens per row in a step; it may change between steps, for the whole batch
+num_draft_next the k of the drafts that a step proposes, for the next one
 num_accepted   0..k, the drafts that were kept
 bonus          the one token the target adds after the accepted drafts, always exactly one
 num_emitted    num_accepted + 1
@@ -84,12 +85,17 @@ class DecodeRows:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One launch. Complete at birth: what the launch knew is kept with it until it is answered."""
+    """One launch. Complete at birth: what the launch knew is kept with it until it is answered.
+
+    `catch_up` are chunks of tokens that only the drafter has not read yet; a launch has them or prompt chunks.
+    """
 
     step: int
     admissions: tuple[Admission, ...]
     prefill: PrefillRows | None
     decode: DecodeRows | None
+    num_draft_next: int
+    catch_up: PrefillRows | None = None
 
 
 class LogprobRows(NamedTuple):
@@ -122,6 +128,7 @@ class RowResults:
     num_emitted: IntArray  # [N]
     num_healthy: IntArray  # [N] leading positions with a legal input id and finite logits
     computed: IntArray  # [N] tokens with KV before the step, as the device knew it
+    num_foreseen: IntArray  # [N] leading drafts of the slot that the target agreed with, verified or the one behind
     tokens: IntArray  # [N, W], -1 after the emitted ones
     logprobs: LogprobRows | None = None  # [N, W] of the emitted tokens
     rejections: RejectionRows | None = None  # of decode rows, if acceptance is to be explained
@@ -131,6 +138,7 @@ class RowResults:
             self.num_emitted[rows],
             self.num_healthy[rows],
             self.computed[rows],
+            self.num_foreseen[rows],
             self.tokens[rows],
             None if self.logprobs is None else self.logprobs.take(rows),
             None if self.rejections is None else self.rejections.take(rows),
@@ -144,4 +152,5 @@ class StepResult:
     prefill: RowResults | None  # one column; rows of non-final chunks hold nothing
     decode: RowResults | None
     off_graph: str = ""  # why the decode step replayed no captured graph
+    seconds: float | None = None  # device time, of a launch that was a decode step and nothing else
     prompt_logprobs: LogprobRows | None = None  # of all scored positions of the chunks, in order

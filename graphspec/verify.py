@@ -25,8 +25,7 @@ def verify(drafts: torch.Tensor, samples: torch.Tensor, most: torch.Tensor, forc
 
     `forced` overrides the count with a fixed one (benchmarks); the comparison is still computed.
     """
-    matches = (drafts == samples[:, :-1]).to(torch.int64)
-    num_accepted = matches.cumprod(dim=1).sum(dim=1)
+    num_accepted = leading_matches(drafts, samples[:, :-1])
     if forced is not None:
         num_accepted = num_accepted * 0 + forced
     num_accepted = torch.minimum(num_accepted, most)
@@ -35,3 +34,9 @@ def verify(drafts: torch.Tensor, samples: torch.Tensor, most: torch.Tensor, forc
     emitted = torch.where(position < num_accepted.unsqueeze(1), padded, samples)
     newest = samples.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
     return Verdict(emitted, num_accepted + 1, newest)
+
+
+def leading_matches(drafts: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """How many leading `drafts` `[R, K]` equal the `samples` `[R, Q]` at their positions; at most the smaller width."""
+    width = min(drafts.shape[1], samples.shape[1])
+    return (drafts[:, :width] == samples[:, :width]).to(torch.int64).cumprod(dim=1).sum(dim=1)

@@ -69,8 +69,11 @@ class FakeRunner:
             generation = self._scheduler.pool.generation
             request, tokens = self._requests[admission.seed], admission.token_ids.tolist()
             self._slots[admission.slot] = FakeSlot(request, tokens, generation)
-        prefill = None if plan.prefill is None else self._prefill(plan.prefill)
-        decode = None if plan.decode is None else self._decode(plan.decode)
+        assert plan.prefill is None or plan.catch_up is None
+        if plan.catch_up is not None:
+            self._catch_up(plan.catch_up)
+        prefill = None if plan.prefill is None else self._prefill(plan.prefill, plan.num_draft_next)
+        decode = None if plan.decode is None else self._decode(plan.decode, plan.num_draft_next)
         self.in_flight.append((plan, StepResult(prefill, decode)))
 
     def answer(self) -> list[Emission]:
@@ -80,7 +83,15 @@ class FakeRunner:
             check_text(emission.request)
         return emissions
 
-    def _prefill(self, rows: PrefillRows) -> RowResults:
+    def _catch_up(self, rows: PrefillRows) -> None:
+        """The drafter reads tokens that are certain, at the places of the target's KV."""
+        for i, (slot, start, length) in enumerate(zip(rows.slots, rows.starts, rows.lengths, strict=True)):
+            contents = self._slots[int(slot)].contents
+            assert start + length <= len(contents), "the drafter would read what does not exist yet"
+            for position in range(int(start), int(start + length)):
+                self._write(self._drafter_places, rows.page_table, i, position, contents[position])
+
+    def _prefill(self, rows: PrefillRows, num_draft_next: int) -> RowResults:
         ends = (rows.starts + rows.lengths).tolist()
         for i, slot in enumerate(rows.slots.tolist()):
             contents = self._slots[slot].contents
@@ -96,11 +107,11 @@ class FakeRunner:
             if rows.final[i]:
                 state.extend([token])
                 state.computed = ends[i]
-                self._draft(rows.page_table, i, state, ends[i], ends[i] + 1)
+                self._draft(rows.page_table, i, state, range(ends[i], ends[i] + 1), num_draft_next)
         ones = np.ones(len(tokens), np.int64)
-        return RowResults(ones, ones, np.array(ends) - 1, np.array(tokens, np.int64))
+        return RowResults(ones, ones, np.array(ends) - 1, 0 * ones, np.array(tokens, np.int64))
 
-    def _decode(self, rows: DecodeRows) -> RowResults:
+    def _decode(self, rows: DecodeRows, num_draft_next: int) -> RowResults:
         width = 1 + rows.num_draft
         emitted, computed, tokens = [], [], []
         for i, (slot, bound) in enumerate(zip(rows.slots.tolist(), rows.computed_bound.tolist(), strict=True)):
@@ -117,24 +128,26 @@ class FakeRunner:
                 self._write(self._places, rows.page_table, i, start + j, content)
             if start < state.request.limit:
                 self._check_reads(self._places, rows.page_table, i, state, start + 1)
-            self._draft(rows.page_table, i, state, start + 1, start + 1 + width)
+            self._draft(rows.page_table, i, state, range(start + 1, start + 1 + width), num_draft_next)
             emitted.append(count)
             computed.append(start)
             tokens.append(row + [-1] * (width - count))
             state.computed = start + count
         full = np.full(len(emitted), width, np.int64)
-        return RowResults(np.array(emitted), full, np.array(computed), np.array(tokens, np.int64))
+        accepted = np.array(emitted) - 1
+        return RowResults(accepted + 1, full, np.array(computed), accepted, np.array(tokens, np.int64))
 
-    def _draft(self, page_table: PageTable, row: int, state: FakeSlot, start: int, end: int) -> None:
-        """The drafter takes in the tokens at `start : end`, garbage behind the newest one, and drafts on."""
+    def _draft(self, page_table: PageTable, row: int, state: FakeSlot, new: range, num_draft_next: int) -> None:
+        """The drafter takes in the tokens at `new`, garbage behind the newest one, and drafts on."""
         config, limit, newest = self._scheduler.config, state.request.limit, len(state.contents) - 1
-        if not config.reads_prompt:
+        if not config.reads_prompt or not num_draft_next:
             return
-        for position in (*range(start, end), *range(newest + 1, newest + 1 + config.lookahead)):
+        lookahead = min(config.lookahead, num_draft_next - 1)
+        for position in (*new, *range(newest + 1, newest + 1 + lookahead)):
             content = state.contents[position] if position <= newest else self._random.random().__hash__()
             self._write(self._drafter_places, page_table, row, position, content)
         self._check_reads(self._drafter_places, page_table, row, state, min(newest + 1, limit))
-        for position in range(newest + 1, min(newest + 1 + config.lookahead, limit)):
+        for position in range(newest + 1, min(newest + 1 + lookahead, limit)):
             page = page_table[row, position // config.page_size]
             assert page != self._scheduler.pool.scratch_page, "a draft would be stored on the scratch page"
 

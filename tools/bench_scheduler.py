@@ -55,13 +55,14 @@ class FakeDevice:
         if plan.prefill is not None:
             out = staged.prefill_output.numpy()[: len(plan.prefill.slots)]
             ends = plan.prefill.starts + plan.prefill.lengths
-            out[:, 0], out[:, 1], out[:, 2], out[:, OUTPUT_HEADER] = 1, 1, ends - 1, 7
+            out[:, 0], out[:, 1], out[:, 2], out[:, 3], out[:, OUTPUT_HEADER] = 1, 1, ends - 1, 0, 7
             self._computed[plan.prefill.slots[plan.prefill.final]] = ends[plan.prefill.final]
         if plan.decode is not None:
             rows = plan.decode.slots
             out = staged.decode_output.numpy()[: len(rows)]
             emitted = self._random.integers(1, self._num_draft + 2, len(rows))
             out[:, 0], out[:, 1], out[:, 2] = emitted, 1 + self._num_draft, self._computed[rows]
+            out[:, 3] = emitted - 1
             out[:, OUTPUT_HEADER:] = np.where(np.arange(1 + self._num_draft) < emitted[:, None], 9, -1)
             self._computed[rows] += emitted
 
@@ -71,7 +72,7 @@ def measure(requests: int, num_draft: int, prompt: int, steps: int) -> dict[str,
     room = prompt + (steps + 40) * (1 + num_draft)
     width = -(-(room + 3 * (1 + num_draft)) // PAGE_SIZE)
     pages = requests * width
-    scheduler = Scheduler(SchedulerConfig(requests, requests * prompt, num_draft, 0, PAGE_SIZE, pages, width))
+    scheduler = Scheduler(SchedulerConfig(requests, requests * prompt, (num_draft,), 0, PAGE_SIZE, pages, width))
     ring = StagingRing(StagingSizes(requests, requests * prompt, width, num_draft, requests, pages), DEPTH, pin=False)
     device = FakeDevice(num_draft, requests)
     for i in range(requests):

@@ -53,7 +53,7 @@ def measure(engine: Engine, rows: int, sampler: str, context: int, steps: int) -
 def overhead(engine: Engine, batch: int, repeats: int = 300) -> dict[str, float]:
     """Median host microseconds of one replay of the graph for `batch` rows, without its kernels."""
     runner, k = engine._runner, engine.config.num_draft
-    step, key = runner.decode_step, runner.graph_plan.key(batch, k, "greedy")
+    step, key = runner.decode_step, runner.graph_plan.key(batch, k, k, "greedy")
     slots = np.arange(batch)
     table = np.zeros((batch, engine.config.table_width), np.int32)
     rows = DecodeRows(slots, slots, slots, table, k, "greedy")

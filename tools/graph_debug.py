@@ -46,6 +46,7 @@ from graphs import (
 )
 from graphs.cuda import CudaCapture
 from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.adaptive import halving_tiers
 from graphspec.builtin_model import NAME
 from graphspec.iteration import DecodeInputs
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
@@ -57,14 +58,16 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Every batch size with its graph and its padding rows."""
     k = args.num_speculative_tokens
     rows = None if args.graph_rows is None else tuple(args.graph_rows)
-    resolved = graph_plan(EngineConfig(max_num_seqs=args.max_num_seqs, num_speculative_tokens=k, graph_rows=rows))
+    user = EngineConfig(max_num_seqs=args.max_num_seqs, num_speculative_tokens=k, graph_rows=rows)
+    tiers = halving_tiers(k) if args.adaptive_speculation else (k,)
+    resolved = graph_plan(user, tiers, drafts_ahead=True)
     pad = resolved.ladder.pad
     sizes = [
         {"batch": n, "rows": pad(n), "positions": pad(n) * (1 + k), "padding": 1 - n / pad(n)}
         for n in range(1, args.max_num_seqs + 1)
     ]
     keys = [key._asdict() for key in resolved.all_keys()]
-    found = {"keys": keys, "samplers": list(resolved.samplers), "num_drafts": list(resolved.num_drafts), "sizes": sizes}
+    found = {"keys": keys, "samplers": list(resolved.samplers), "num_drafts": list(tiers), "sizes": sizes}
     return found | ({"attention": attention_plan(args, resolved)} if args.attention else {})
 
 
@@ -308,6 +311,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=NAME)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=16, help="plan, coverage: the largest batch")
+    parser.add_argument(
+        "--adaptive-speculation", action="store_true", help="plan: every k that may be chosen, up to the most"
+    )
     parser.add_argument(
         "--graph-rows", type=int, nargs="+", help="plan: row counts of your own in place of the default"
     )

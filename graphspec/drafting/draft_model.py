@@ -29,6 +29,7 @@ class DraftModelDrafter(HistoryDrafter):
     """
 
     name = "draft_model"
+    drafts_ahead = False
     reads_prompt = True
 
     def __init__(self, model: PagedModel, attention: AttentionBackend, paging: Paging, *, shares_noise: bool) -> None:

@@ -94,6 +94,11 @@ class Drafter(Protocol):
     # the head of the model reads.
     hidden_layers: tuple[int, ...]
 
+    # Proposing all drafts costs next to nothing, so every step proposes the most; otherwise it proposes as many as the
+    # next step will take. Such a drafter may be left out of steps with k = 0, and reads what it missed in `prefill`
+    # before it drafts again, unless it reads hidden states: then k is never 0.
+    drafts_ahead: bool
+
     # Every token of a request must have gone through `prefill` or `propose` before the request decodes.
     reads_prompt: bool
 
@@ -121,6 +126,7 @@ class HistoryDrafter:
 
     forced_num_accepted: int | None = None
     hidden_layers: tuple[int, ...] = ()
+    drafts_ahead = True
     reads_prompt = False
 
     def lookahead(self, num_draft: int) -> int:

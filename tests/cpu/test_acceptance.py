@@ -91,7 +91,7 @@ def test_what_another_k_would_have_given() -> None:
     log = AcceptanceLog(3)
     accepted = np.array([0, 1, 3, 3])
     why = rows_of((2, 0.5, False), (5, 0.1, False), (9, 0.9, False), (9, 0.9, False))
-    log.record(why, accepted, accepted, np.full(4, 99))
+    log.record(why, accepted, accepted, np.full(4, 99), 3)
     report = log.report()
     assert report.tokens_per_step == [1.0, 1.75, 2.25, 2.75]
     assert (report.num_drafts, report.delivered) == (4, [3, 2, 2])
@@ -111,7 +111,7 @@ def test_a_collapse_of_acceptance_is_noticed_against_its_own_history(caplog: pyt
         for _ in range(rows // 50):
             accepted = (rng.random(50) < good).astype(np.int64)  # never two
             ones = np.ones(50, np.int64)
-            log.record(RejectionRows(3 * ones, np.zeros(50, np.float32), ones < 0), accepted, accepted, 9 * ones)
+            log.record(RejectionRows(3 * ones, np.zeros(50, np.float32), ones < 0), accepted, accepted, 9 * ones, 2)
 
     play(0.7, 4 * WINDOW)
     assert log.report().alarms == []

@@ -307,16 +307,16 @@ def test_a_difference_names_the_module() -> None:
 )
 def test_holes_and_unreachable_rungs_fail_with_the_list(rungs: tuple[int, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        GraphPlan(BucketLadder(rungs), 6, (0, 3), ("greedy",))
+        GraphPlan(BucketLadder(rungs), 6, ((0, 3), (3, 3)), ("greedy",))
 
 
 def test_a_plan_finds_keys_that_were_not_captured_and_captured_ones_that_nobody_asks_for() -> None:
-    plan = GraphPlan(BucketLadder((1, 3, 6)), 6, (0, 3), ("greedy", "plain"))
+    plan = GraphPlan(BucketLadder((1, 3, 6)), 6, ((0, 3), (3, 3)), ("greedy", "plain"))
     keys = plan.all_keys()
     assert len(keys) == len(set(keys)) == 12
     assert [key.rows for key in keys] == sorted((key.rows for key in keys), reverse=True)
     plan.check(keys)
     with pytest.raises(ValueError, match=r"no graph was captured for GraphKey\(kind='decode', rows=3, num_draft=3"):
-        plan.check([key for key in keys if key != plan.key(2, 3, "plain")])
+        plan.check([key for key in keys if key != plan.key(2, 3, 3, "plain")])
     with pytest.raises(ValueError, match=r"no step can ask for the graphs GraphKey\(kind='decode', rows=4"):
         plan.check([*keys, keys[0]._replace(rows=4)])

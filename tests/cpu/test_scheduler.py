@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from fake_runner import VOCAB, FakeRunner, true_token
 
+from graphspec.adaptive import halving_tiers
 from graphspec.request import Request, SamplingParams, rank_of
 from graphspec.scheduler import Scheduler, SchedulerConfig
-from graphspec.slots import FREE
+from graphspec.slots import FREE, UNREAD_NONE
 from graphspec.step import StepPlan, StepResult
 from graphspec.text import TextStream
 
@@ -20,6 +21,7 @@ from graphspec.text import TextStream
 def scheduler_for(
     k: int,
     *,
+    tiers: tuple[int, ...] = (),
     num_pages: int = 64,
     page_size: int = 4,
     max_num_seqs: int = 4,
@@ -27,7 +29,19 @@ def scheduler_for(
     draft_model: bool = False,
 ) -> Scheduler:
     width, lookahead = num_pages + 40, max(0, k - 1) if draft_model else 0
-    return Scheduler(SchedulerConfig(max_num_seqs, budget, k, lookahead, page_size, num_pages, width, draft_model))
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs,
+            budget,
+            tiers or (k,),
+            lookahead,
+            page_size,
+            num_pages,
+            width,
+            reads_prompt=draft_model,
+            drafts_ahead=not draft_model,
+        )
+    )
 
 
 def request_of(
@@ -107,6 +121,7 @@ class Harness:
             table.published,
         ):
             assert not array.any()
+        assert (table.unread == UNREAD_NONE).all()
         assert (table.page_table == table.scratch_page).all()
         self.scheduler.reset_prefix_cache()
         assert (pool.num_known, len(pool._free), len(pool._page_of)) == (0, pool.num_pages, 0)
@@ -136,9 +151,19 @@ class RandomLoad(Harness):
             max_num_seqs=pick.randint(1, 5),
             budget=pick.choice([1, 5, 16, 64]),
             draft_model=pick.random() < 0.5,
+            tiers=pick.choice([(k,), halving_tiers(k)]),
         )
+        self.wanted = k
+        self.scheduler.policy.choose = self.choose  # type: ignore[method-assign]
         self.k = k
-        self.events = 0
+        self.events = self.catch_ups = 0
+        self.ks: set[int] = set()
+
+    def choose(self, num_rows: int, num_speculating: int) -> int:
+        """Any tier, for a while."""
+        if self.random.random() < 0.15:
+            self.wanted = self.random.choice(self.scheduler.config.tiers)
+        return self.wanted
 
     def arrive(self) -> None:
         pick, number = self.random, len(self.requests)
@@ -170,7 +195,9 @@ class RandomLoad(Harness):
             event = self.random.choices(("arrive", "step", "abort", "reset"), weights)[0]
             if event == "step":
                 plan = self.step(self.depth)
-                assert plan is None or plan.decode is None or plan.decode.num_draft == self.k
+                if plan is not None and plan.decode is not None:
+                    self.ks.add(plan.decode.num_draft)
+                self.catch_ups += plan is not None and plan.catch_up is not None
             elif event == "reset":
                 self.scheduler.reset_prefix_cache()
             else:
@@ -197,8 +224,8 @@ def check_end(request: Request) -> None:
 
 
 def test_random_load_keeps_every_invariant() -> None:
-    """100,000 events over depth 0-4 and k 0-7. A failure names the seed that replays it."""
-    events = preempted = wasted = hits = resets = 0
+    """100,000 events over depth 0-4 and k 0-7, fixed or changing. A failure names the seed that replays it."""
+    events = preempted = wasted = hits = resets = catch_ups = varied = 0
     seed = 0
     while events < 100_000:
         load = RandomLoad(seed)
@@ -211,6 +238,9 @@ def test_random_load_keeps_every_invariant() -> None:
         preempted += stats.num_preemptions
         wasted += stats.wasted_positions
         hits += stats.prefix_cache_hits
+        catch_ups += load.catch_ups
+        assert load.ks <= set(load.scheduler.config.tiers)
+        varied += len(load.ks) > 2
         resets += load.scheduler.pool.generation - 1
         seed += 1
     # Or the load did not do its work:
@@ -218,6 +248,8 @@ def test_random_load_keeps_every_invariant() -> None:
     assert wasted > 1000
     assert hits > 10_000
     assert resets > 100
+    assert catch_ups > 300
+    assert varied > 30
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -1,0 +1,147 @@
+"""How many drafts a step takes, decided for the whole batch from what steps cost and what was accepted. No torch.
+
+    tokens of a step = rows + rows that speculate * (expected number of accepted drafts at this k)
+
+The best k has most tokens per second. Both factors are measured while serving, so nothing needs to be known about
+model, machine, drafter or text, and k becomes 0 where speculation does not pay (compare Liu et al. 2024, "TurboSpec",
+arXiv:2406.14066). Inside a step k is static: every row has 1 + k positions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from graphspec.step import IntArray
+
+MARGIN = 0.02  # another k must promise so much more before it is taken
+HORIZON = 48.0  # rows after which an observed acceptance counts for half, roughly
+PRIOR_RATE, PRIOR_ROWS = 0.5, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
+PROBE_SHARE = 0.01  # of the time goes into trying a k that was not tried for long
+PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tries of one k, and until it is given up
+
+
+class StepCosts:
+    """Seconds of decode steps by rows and k: medians of the newest. A step that was not measured costs what its number
+    of tokens suggests, between the measured ones; before any was measured, all cost the same."""
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, int], deque[float]] = {}
+        self._median: dict[tuple[int, int], float] = {}
+
+    def record(self, rows: int, k: int, seconds: float) -> None:
+        recent = self._recent.setdefault((rows, k), deque(maxlen=15))
+        recent.append(seconds)
+        self._median[rows, k] = statistics.median(recent)
+
+    def __call__(self, rows: int, k: int) -> float:
+        if (rows, k) in self._median:
+            return self._median[rows, k]
+        if not self._median:
+            return 1.0
+        known = sorted((rows * (1 + k), seconds) for (rows, k), seconds in self._median.items())
+        sizes, seconds = [size for size, _ in known], [seconds for _, seconds in known]
+        return float(np.interp(rows * (1 + k), sizes, seconds))
+
+
+class RunningAcceptance:
+    """How often the draft at each position was right where all before it were; the newest rows weigh most."""
+
+    def __init__(self, max_draft: int) -> None:
+        self._seen, self._right = np.zeros(max_draft), np.zeros(max_draft)
+
+    def record(self, num_foreseen: IntArray, visible: int) -> None:
+        """Take in how many leading drafts were right, of rows whose first `visible` drafts could be judged."""
+        count = (num_foreseen[:, None] >= np.arange(visible + 1)).sum(axis=0)
+        decay = HORIZON / (HORIZON + count[:-1])
+        self._seen[:visible] = self._seen[:visible] * decay + count[:-1]
+        self._right[:visible] = self._right[:visible] * decay + count[1:]
+
+    def expected(self) -> list[float]:
+        """Expected number of accepted drafts of a row, for k = 0, 1, ... A position without experience is taken to be
+        like the one before it."""
+        rate, reached, total = PRIOR_RATE, 1.0, [0.0]
+        for seen, right in zip(self._seen.tolist(), self._right.tolist(), strict=True):
+            rate = (right + PRIOR_ROWS * rate) / (seen + PRIOR_ROWS)
+            reached *= rate
+            total.append(total[-1] + reached)
+        return total
+
+
+class AdaptiveK:
+    """Chooses k among `tiers` (ascending). With one tier it is that one, and nothing is measured.
+
+    `pad` gives the rows of the captured step that serves a batch.
+    """
+
+    def __init__(self, tiers: Sequence[int], pad: Callable[[int], int]) -> None:
+        self.tiers = tuple(tiers)
+        self.costs = StepCosts()
+        self.acceptance = RunningAcceptance(self.tiers[-1])
+        self._pad = pad
+        self._current = self.tiers[-1]
+        self._clock, self._used = 0, dict.fromkeys(self.tiers, 0)
+        self._credit = 0.0  # seconds that may be lost on trying
+        self._probe, self._steps_left, self._patience = self._current, 0, 0
+
+    def choose(self, num_rows: int, num_speculating: int) -> int:
+        """k for a step of `num_rows`, of which `num_speculating` accept drafts."""
+        if len(self.tiers) == 1 or not num_rows:
+            return self._current
+        rows, expected = self._pad(num_rows), self.acceptance.expected()
+        tokens = {k: num_rows + num_speculating * expected[k] for k in self.tiers}
+        rate = {k: tokens[k] / self.costs(rows, k) for k in self.tiers}
+        best = max(self.tiers, key=rate.__getitem__)
+        if rate[best] > (1 + MARGIN) * rate[self._current]:
+            self._current = best
+        return self._probing(rows, rate)
+
+    def _probing(self, rows: int, rate: dict[int, float]) -> int:
+        """The current k, or now and then another one, as long as the time this may lose stays within its share."""
+        if self._steps_left and self._patience:
+            self._patience -= 1
+            return self._probe
+        current = self._current
+        self._credit += PROBE_SHARE * self.costs(rows, current)
+        oldest = min(self.tiers, key=lambda k: (k == current, self._used[k]))
+        seconds = PROBE_STEPS * self.costs(rows, oldest)
+        loss = seconds * max(0.0, 1 - rate[oldest] / rate[current])
+        if self._clock - self._used[oldest] < PROBE_AGE or loss > self._credit:
+            return current
+        self._credit = min(self._credit - loss, seconds)  # what was not needed is not saved up for ever
+        self._probe, self._steps_left, self._patience = oldest, PROBE_STEPS, PROBE_PATIENCE
+        return oldest
+
+    def launched(self, k: int) -> None:
+        """A step with this k was launched."""
+        self._clock += 1
+        self._used[k] = self._clock
+        self._steps_left -= self._steps_left > 0 and k == self._probe
+
+    def answered(self, num_rows: int, k: int, seconds: float | None, num_foreseen: IntArray, visible: int) -> None:
+        """Learn from an answered step of `num_rows`: its device time, if nothing else ran in it, and the drafts of the
+        rows that speculate, see `RunningAcceptance.record`."""
+        if len(self.tiers) == 1:
+            return
+        if seconds is not None:
+            self.costs.record(self._pad(num_rows), k, seconds)
+        if visible:
+            self.acceptance.record(num_foreseen, visible)
+
+
+def halving_tiers(most: int) -> tuple[int, ...]:
+    """0, 1 and so on up to `most`, each about twice the one before: 0, 1, 2, 4, 7 for 7."""
+    tiers = {0}
+    while most > 0:
+        tiers.add(most)
+        most = (most + 1) // 2 if most > 1 else 0
+    return tuple(sorted(tiers))
+
+
+def step_towards(tiers: Sequence[int], current: int, wanted: int) -> int:
+    """The tier next to `current` in the direction of `wanted`."""
+    here, there = tiers.index(current), tiers.index(wanted)
+    return tiers[here + (there > here) - (there < here)]
