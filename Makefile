@@ -39,8 +39,9 @@ demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.test $(if $(NVCC),$(VENV)/.wheels $(if $(GPU),,$(VENV)/.flashinfer))
-	FLASHINFER_WHEELS=$(VENV)/wheels $(BIN)/python -m pytest -m "not parity and not gpu" -q \
-	  $(if $(NVCC),--flashinfer-required)
+	FLASHINFER_WHEELS=$(VENV)/wheels OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu -m "not gpu" -q \
+	  -n auto --maxprocesses 4 --dist loadfile $(if $(NVCC),--flashinfer-required)
+	$(BIN)/python -m pytest tests --ignore tests/cpu -m "not parity and not gpu" -q
 
 parity: $(VENV)/.test
 	$(BIN)/python -m pytest tests/parity -q -s $(if $(PROMPTS),--prompts-file $(PROMPTS))

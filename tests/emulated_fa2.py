@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from attention.planner import PlanInfo, Problem, Schedule
 
@@ -42,7 +43,9 @@ def flashinfer_data(root: Path | None = None) -> Path:
 def build_planner(data: Path, folder: Path) -> Path:
     """Compile FlashInfer's planner (scheduler.cuh) and the fake runtime into one library; kept in `folder`."""
     library = folder / "libplanner.so"
-    if not library.exists():
+    with FileLock(folder / "libplanner.lock"):  # tests may run in several processes
+        if library.exists():
+            return library
         scheduler = (data / "include/flashinfer/attention/scheduler.cuh").read_text(encoding="utf-8")
         cccl = [data / "cccl" / part for part in ("libcudacxx/include", "cub", "thrust")]
         command = ["nvcc", "-std=c++17", "-O1", "-shared", "-Xcompiler", "-fPIC", "-cudart", "none"]
