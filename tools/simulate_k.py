@@ -115,6 +115,9 @@ def simulate(load: Load, phases: Sequence[tuple[int, Sequence[Answer]]], tiers: 
     # A budget as large as this admits requests as they come; prompts take no time.
     limits = SchedulerConfig(rows, rows * LONGEST, tiers, 0, PAGE_SIZE, pages, 2 * LONGEST // PAGE_SIZE)
     scheduler, answers = Scheduler(limits), dict[int, Answer]()
+    for size in (1, rows):  # what an engine measures when it starts
+        for k in (tiers[0], tiers[-1]):
+            scheduler.policy.costs.record(size, k, load.seconds(size, k))
     device = RecordedDevice(load, scheduler, answers)
     tokens = 0
     for concurrency, wanted in phases:
@@ -183,7 +186,7 @@ def record_answers(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_costs(args: argparse.Namespace) -> list[tuple[int, int, float]]:
-    """Median seconds of greedy decode steps: all rows and k take turns, so that drift of the machine meets all alike."""
+    """Median seconds of greedy decode steps: all take turns, so that drift of the machine meets all alike."""
     from graphspec import Engine, EngineConfig
 
     taken: dict[tuple[int, int], list[float]] = {}
