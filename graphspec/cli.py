@@ -195,6 +195,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft-model", help="drafts with this causal LM of the same vocabulary: a name as for --model")
     add("--draft-shares-noise", action=argparse.BooleanOptionalAction, default=defaults.draft_shares_noise,
         help="the draft model draws with the noise and the processors of the model")  # fmt: skip
+    add("--ngram-pool", type=int, metavar="N", default=defaults.ngram_pool,
+        help="entries of a table of n-grams that all requests share; 0 is off")  # fmt: skip
     add("--explain-acceptance", action="store_true", help="show why drafts were rejected, and what another k gives")
     add("--forced-num-accepted", type=int, default=0, help="with --drafter forced: drafts accepted per step")
     depth = g.add_mutually_exclusive_group()

@@ -18,7 +18,7 @@ import numpy as np
 
 from graphspec.acceptance import AcceptanceLog, CollapseWatch, RejectionRows
 from graphspec.adaptive import AdaptiveK, step_towards
-from graphspec.pages import PageHash, PagePool, page_hashes
+from graphspec.pages import PageHash, PagePool, page_hashes, salt_word
 from graphspec.request import FinishReason, Request, TokenLogprobs, sampler_kind
 from graphspec.slots import DECODE, FREE, PREFILL, UNREAD_NONE, SlotTable
 from graphspec.stats import SpecStats
@@ -290,6 +290,7 @@ class Scheduler:
             rules=request.rules,
             seed=request.seed,
             index=request.index,
+            salt=salt_word(pool.root(request.cache_salt)),
         )
 
     def _plan_decode(self, slots: IntArray, step: int, num_draft: int) -> DecodeRows | None:
