@@ -228,11 +228,12 @@ def checkpoint(folder: Path, base: Path, tokenizer: Any, *, vocab_size: int = 25
 
 
 def test_vocabularies_padded_to_different_sizes_work(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """The same model three times, with 0, 5 and 61 ids that no tokenizer gives, which it finds likely nevertheless.
-    Drafts are never such an id unless the target has it, and one that the target emits can be read by all."""
+    """The same model with 0, 5 and 61 ids that no tokenizer gives, and once it finds them likelier than all others.
+    Drafts are never an id that the target does not have, and the draft model reads any that the target emits."""
     plain = checkpoint(tmp_path / "plain", tiny_checkpoint, byte_tokenizer())
-    some = checkpoint(tmp_path / "some", tiny_checkpoint, byte_tokenizer(), vocab_size=264, scale=4.0)
-    many = checkpoint(tmp_path / "many", tiny_checkpoint, byte_tokenizer(), vocab_size=320, scale=4.0)
+    some = checkpoint(tmp_path / "some", tiny_checkpoint, byte_tokenizer(), vocab_size=264)
+    many = checkpoint(tmp_path / "many", tiny_checkpoint, byte_tokenizer(), vocab_size=320)
+    loud = checkpoint(tmp_path / "loud", tiny_checkpoint, byte_tokenizer(), vocab_size=320, scale=8.0)
     sampled = SamplingParams(max_tokens=40, temperature=1.0, top_k=30, seed=3, ignore_eos=True, repetition_penalty=1.1)
     greedy = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -242,13 +243,13 @@ def test_vocabularies_padded_to_different_sizes_work(tmp_path: Path, tiny_checkp
             done = engine.generate(every, [greedy, sampled, greedy, sampled], progress=False)
             return [c.token_ids for c in done], engine.stats().draft_acceptance_rate
 
-    for target, draft, lowest in [(plain, many, 0.95), (many, plain, 0.05), (some, many, 0.3), (many, some, 0.05)]:
+    for target, draft, lowest in [(plain, loud, 0.95), (many, plain, 0.02), (some, loud, 0.5), (many, some, 0.02)]:
         expected, _ = run(target, num_speculative_tokens=0)
         found, rate = run(target, num_speculative_tokens=3, draft_model=draft)
         assert found == expected
         assert rate > lowest, (target, draft)
         padding = {token for text in found for token in text if token >= 259}
-        assert (len(padding) > 3) == (target != plain)
+        assert bool(padding) == (target != plain)
 
 
 def test_tokenizers_that_differ_are_refused_by_the_first_id_that_does(tmp_path: Path, tiny_checkpoint: Path) -> None:
