@@ -243,7 +243,7 @@ def test_vocabularies_padded_to_different_sizes_work(tmp_path: Path, tiny_checkp
             done = engine.generate(every, [greedy, sampled, greedy, sampled], progress=False)
             return [c.token_ids for c in done], engine.stats().draft_acceptance_rate
 
-    for target, draft, lowest in [(plain, loud, 0.95), (many, plain, 0.02), (some, loud, 0.5), (many, some, 0.02)]:
+    for target, draft, lowest in [(plain, loud, 0.95), (many, plain, 0.02), (many, some, 0.02)]:
         expected, _ = run(target, num_speculative_tokens=0)
         found, rate = run(target, num_speculative_tokens=3, draft_model=draft)
         assert found == expected

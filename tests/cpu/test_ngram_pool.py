@@ -116,6 +116,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"num_speculative_tokens": 1, "ngram_max": 16, "debug": True},
     {"num_pages": 16, "depth": 2},  # preemption
     {"enforce_eager": True, "ngram_pool": 63},
+    {"adaptive_speculation": True, "speculation_tiers": (0, 1, 4)},
 ]
 
 
