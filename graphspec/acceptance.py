@@ -25,9 +25,9 @@ CAUSES = (
     "differs",  # the target finds another token likelier
 )
 
-# An alarm compares windows of so many verified rows with everything before them, and reports a position whose rate
-# has fallen below this share of its history.
-WINDOW, COLLAPSE = 500, 0.5
+# An alarm compares windows of so many verified rows with everything before them, and reports a series whose rate has
+# fallen below this share of its history, if that was ever worth watching.
+WINDOW, COLLAPSE, WORTH_WATCHING = 500, 0.5, 0.1
 
 
 class RejectionRows(NamedTuple):
@@ -39,6 +39,19 @@ class RejectionRows(NamedTuple):
 
     def take(self, rows: Counts | npt.NDArray[np.bool_] | slice) -> RejectionRows:
         return RejectionRows(self.ranks[rows], self.gaps[rows], self.filler[rows])
+
+
+class VerifiedRows(NamedTuple):
+    """N decode rows of one step that speculate."""
+
+    why: RejectionRows
+    accepted: Counts  # [N] drafts accepted before the stop rules
+    delivered: Counts  # [N] and after them
+    room: Counts  # [N] tokens that were left to the limit of the request
+    context: Counts  # [N] tokens with KV before the step
+
+    def take(self, rows: slice) -> VerifiedRows:
+        return VerifiedRows(self.why.take(rows), *(field[rows] for field in self[1:]))
 
 
 class Loss(NamedTuple):
@@ -57,7 +70,7 @@ class AcceptanceReport:
     lost: dict[str, list[int]]
     differs: Loss
     tokens_per_step: list[float]  # what k = 0, 1, ... up to the k in use would have emitted per row and step
-    alarms: list[str]  # positions whose acceptance collapsed against their own history
+    alarms: list[str]  # positions and lengths of context whose acceptance collapsed against their own history
 
     def best_k(self, step_costs: Sequence[float]) -> int:
         """The k with most tokens per cost, given the cost of a step for k = 0, 1, ... in any unit."""
@@ -76,20 +89,19 @@ class AcceptanceLog:
         self._accepted: Counts = np.zeros(num_draft, np.int64)  # those that accepted it, before any cut
         self._rank_sum = self._gap_sum = 0.0
 
-    def record(self, rows: RejectionRows, accepted: Counts, delivered: Counts, room: Counts, num_draft: int) -> None:
-        """Count decode rows of a step with `num_draft`: drafts accepted before the stop rules and delivered after them,
-        and the tokens that were left to the limit of each."""
-        index = np.arange(num_draft)
-        cause = classify(rows, accepted, delivered, room, index)
+    def record(self, rows: VerifiedRows, num_draft: int) -> None:
+        """Count decode rows of a step with `num_draft` drafts."""
+        index, (why, accepted, delivered, room, _) = np.arange(num_draft), rows
+        cause = classify(why, accepted, delivered, room, index)
         for number in range(len(CAUSES)):
             self._lost[number, :num_draft] += (cause == number).sum(axis=0)
         self._delivered[:num_draft] += (index < delivered[:, None]).sum(axis=0)
         self._verified[:num_draft] += len(accepted)
         self._accepted[:num_draft] += (index < accepted[:, None]).sum(axis=0)
         differs = (cause == CAUSES.index("differs")).any(axis=1)
-        self._rank_sum += float(rows.ranks[differs].sum())
-        self._gap_sum += float(rows.gaps[differs].sum())
-        for alarm in () if self._watch is None else self._watch.observe(accepted):
+        self._rank_sum += float(why.ranks[differs].sum())
+        self._gap_sum += float(why.gaps[differs].sum())
+        for alarm in () if self._watch is None else self._watch.observe(rows, num_draft):
             log.warning(alarm)
             self._alarms.append(alarm)
 
@@ -122,28 +134,47 @@ def classify(rows: RejectionRows, accepted: Counts, delivered: Counts, room: Cou
 
 
 class CollapseWatch:
-    """Compares the acceptance of every position in the newest window of rows with its own history."""
+    """Compares the newest window of rows of a series with everything before it. There are as many series as names."""
 
-    def __init__(self, num_draft: int) -> None:
-        self._before, self._window = np.zeros(num_draft, np.int64), np.zeros(num_draft, np.int64)
-        self._rows_before = self._rows = 0
+    def __init__(self) -> None:
+        self._series: dict[str, _Series] = {}
 
-    def observe(self, accepted: Counts) -> list[str]:
-        """Take in rows; returns what has collapsed, in words, whenever a window is full."""
-        self._window += (accepted[:, None] > np.arange(len(self._window))).sum(axis=0)
-        self._rows += len(accepted)
-        if self._rows < WINDOW:
-            return []
-        alarms = []
-        if self._rows_before:
-            history, now = self._before / self._rows_before, self._window / self._rows
-            for position in np.flatnonzero((history >= 0.1) & (now < COLLAPSE * history)).tolist():
-                alarms.append(
-                    f"acceptance of draft {position} fell to {now[position]:.2f} in the last {self._rows} rows; "
-                    f"it was {history[position]:.2f} before"
-                )
-        self._before += self._window
-        self._rows_before += self._rows
-        self._window[:] = 0
-        self._rows = 0
-        return alarms
+    def observe(self, rows: VerifiedRows, num_draft: int) -> list[str]:
+        """Take in rows: one series for every draft position, and one for every power of two that their contexts reach,
+        of the share of drafts accepted there. Returns what has collapsed, in words."""
+        found = [
+            self.add(f"draft {place}", float((rows.accepted > place).sum()), len(rows.accepted))
+            for place in range(num_draft)
+        ]
+        bucket = np.frexp(rows.context.astype(np.float64))[1]  # b for 2 ** (b - 1) .. 2 ** b - 1
+        for b in np.unique(bucket).tolist():
+            accepted = rows.accepted[bucket == b]
+            name = f"drafts behind {2**b // 2} to {2**b - 1} tokens"
+            found.append(self.add(name, float(accepted.sum()) / num_draft, len(accepted)))
+        return [alarm for alarm in found if alarm is not None]
+
+    def add(self, name: str, hits: float, num_rows: int) -> str | None:
+        """Take in rows of one series; what to say when they fill a window that has collapsed against the history."""
+        series = self._series.setdefault(name, _Series())
+        series.hits += hits
+        series.rows += num_rows
+        if series.rows < WINDOW:
+            return None
+        now, rows = series.hits / series.rows, series.rows
+        history = series.hits_before / series.rows_before if series.rows_before else 0.0
+        series.hits_before += series.hits
+        series.rows_before += rows
+        series.hits, series.rows = 0.0, 0
+        if history < WORTH_WATCHING or now >= COLLAPSE * history:
+            return None
+        return f"acceptance of {name} fell to {now:.2f} in the last {rows} rows; it was {history:.2f} before"
+
+
+@dataclass
+class _Series:
+    """Rows of the window that is being filled and of all before it, and what of their drafts was accepted."""
+
+    hits: float = 0.0
+    rows: int = 0
+    hits_before: float = 0.0
+    rows_before: int = 0

@@ -95,15 +95,26 @@ def summary(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def explanation(report: AcceptanceReport) -> Iterator[str]:
-    """Lines that say where drafts were lost."""
+def explanation(report: AcceptanceReport, step_costs: Sequence[float] = ()) -> Iterator[str]:
+    """Lines that say where drafts were lost, and what another k would have given, see `hindsight`."""
     positions = range(len(report.delivered))
     yield f"{'share of verified drafts':<28}" + "".join(f"{f'draft {i}':>10}" for i in positions)
     for name, counts in [("delivered", report.delivered), *report.lost.items()]:
         yield f"{name:<28}" + "".join(f"{100 * n / max(1, report.num_drafts):>8.1f} %" for n in counts)
     yield f"drafts that differ: mean rank {report.differs.mean_rank:.1f}, less likely by {report.differs.mean_gap:.2f}"
-    yield "tokens per step had k been " + ", ".join(f"{k}: {t:.2f}" for k, t in enumerate(report.tokens_per_step))
+    yield from hindsight(report, step_costs)
     yield from report.alarms
+
+
+def hindsight(report: AcceptanceReport, step_costs: Sequence[float]) -> Iterator[str]:
+    """Tokens that a row would have got per step at every k up to the one in use, and, where `step_costs` says what a
+    step costs at k = 0, 1, ... (any unit), which k gave most for its cost."""
+    yield "tokens per step had k been " + ", ".join(f"{k}: {t:.2f}" for k, t in enumerate(report.tokens_per_step))
+    if step_costs:
+        plain = step_costs[0]  # a step without drafts gives one token for this
+        gains = [t * plain / c for t, c in zip(report.tokens_per_step, step_costs, strict=False)]
+        per_cost = ", ".join(f"{k}: {gain:.2f}x" for k, gain in enumerate(gains))
+        yield f"for what a step costs, against k = 0: {per_cost}; best: k = {report.best_k(step_costs)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,6 +206,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft-model", help="drafts with this causal LM of the same vocabulary: a name as for --model")
     add("--draft-shares-noise", action=argparse.BooleanOptionalAction, default=defaults.draft_shares_noise,
         help="the draft model draws with the noise and the processors of the model")  # fmt: skip
+    add("--ngram-pool", type=int, metavar="N", default=defaults.ngram_pool,
+        help="entries of a table of n-grams that all requests share; 0 is off")  # fmt: skip
     add("--explain-acceptance", action="store_true", help="show why drafts were rejected, and what another k gives")
     add("--forced-num-accepted", type=int, default=0, help="with --drafter forced: drafts accepted per step")
     depth = g.add_mutually_exclusive_group()

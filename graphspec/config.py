@@ -13,6 +13,7 @@ from graphspec.adaptive import halving_tiers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFTERS = ("auto", "none", "ngram", "draft_model", "forced")
+MAX_NGRAM_POOL = 1 << 22  # 192 MiB with n-grams of 4 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +28,13 @@ class EngineConfig:
                              only with k = 0, "forced" accepts exactly `forced_num_accepted` drafts per step
                              (benchmarks: the text is not the model's); "auto" is "draft_model" if there is one, else
                              "ngram"
-    draft_model              a causal LM with the same vocabulary: built-in name, folder or hub id
+    draft_model              a causal LM with the same tokenizer: built-in name, folder or hub id
     explain_acceptance       find out why drafts are rejected, see `Engine.explain_acceptance`; a little more to compute
     draft_shares_noise       the draft model draws with the target's noise and processors; else its likeliest token
     ngram_min, ngram_max     shortest and longest n-gram that "ngram" matches
+    ngram_pool               entries of a table in which "ngram" looks up what followed the same `ngram_max` tokens in
+                             other requests, where a request's own text has no match; 0 is off, and note what
+                             drafting/pool.py says about privacy
     depth                    launches in flight beyond the one whose answer is taken; 0 is synchronous, 1 the default
     page_size                tokens per KV page
     num_pages                KV pages; None: as many as max_num_seqs requests of max_model_len need, but at most
@@ -69,6 +73,7 @@ class EngineConfig:
     forced_num_accepted: int = 0
     ngram_min: int = 2
     ngram_max: int = 4
+    ngram_pool: int = 0
     depth: int = 1
     page_size: int = 16
     num_pages: int | None = None
@@ -108,6 +113,10 @@ class EngineConfig:
              f"forced_num_accepted must be in 0 .. num_speculative_tokens ({k}), got {self.forced_num_accepted}"),
             (1 <= self.ngram_min <= self.ngram_max <= 16,
              f"need 1 <= ngram_min <= ngram_max <= 16, got {self.ngram_min} and {self.ngram_max}"),
+            (0 <= self.ngram_pool <= MAX_NGRAM_POOL,
+             f"ngram_pool must be in 0 .. {MAX_NGRAM_POOL} entries (0 is off), got {self.ngram_pool}"),
+            (not self.ngram_pool or (self.drafter in ("auto", "ngram") and self.draft_model is None),
+             'ngram_pool serves the drafter "ngram": leave draft_model and other drafters out with it'),
             (0 <= self.depth <= 8, f"depth must be in 0 .. 8, got {self.depth}"),
             (self.page_size >= 1, f"page_size must be positive, got {self.page_size}"),
             (self.num_pages is None or self.num_pages >= 1, f"num_pages must be positive, got {self.num_pages}"),

@@ -38,9 +38,10 @@ class DecodeStep:
         self._by_page |= {f"drafter.{name}": tensor for name, tensor in own.by_page.items()}
         self._by_slot = _state_fields(iteration.state)
         self._by_slot |= {f"drafter.{name}": tensor for name, tensor in own.by_slot.items()}
+        self._shared = {f"drafter.{name}": tensor for name, tensor in own.shared.items()}
         scratch = {f"attention.{name}": tensor for name, tensor in iteration.attention.buffers().items()}
         scratch |= {f"drafter.{name}": tensor for name, tensor in own.scratch.items()}
-        for name, tensor in (self._by_slot | self._by_page | scratch).items():
+        for name, tensor in (self._by_slot | self._by_page | self._shared | scratch).items():
             buffers.add(name, tensor, writer="step")
         self.store = GraphStore(buffers, backend, self.fill_with_padding)
 
@@ -95,7 +96,8 @@ class DecodeStep:
         owned: dict[str, Any] = dict.fromkeys(
             self._by_slot.keys() - {"state.computed"}, self._iteration.state.scratch_slot
         )
-        return owned | dict.fromkeys(self._by_page, self._iteration.paging.scratch_page)
+        owned |= dict.fromkeys(self._by_page, self._iteration.paging.scratch_page)
+        return owned | dict.fromkeys(self._shared, -1)
 
     def self_test(self, key: GraphKey) -> list[str]:
         """Check one graph while nothing is served yet: on one row of slot 0 and padding for the rest, replay against

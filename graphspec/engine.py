@@ -36,6 +36,7 @@ from graphspec.rules import TokenRules
 from graphspec.runner import Launched, Runner
 from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
+from graphspec.vocabulary import shared_ids
 from graphspec.watchdog import Watchdog
 
 
@@ -54,7 +55,8 @@ class Engine:
         *,
         draft_model: nn.Module | None = None,
     ) -> None:
-        """`draft_model` is a causal LM that drafts, in the place of the one that `config.draft_model` names.
+        """`draft_model` is a causal LM that drafts, in the place of the one that `config.draft_model` names. For a
+        module, and for an engine without a tokenizer, only the sizes of the two vocabularies can be compared.
 
         Raises ValueError, in one sentence, for models and configurations that cannot work, alone or together.
         """
@@ -66,7 +68,8 @@ class Engine:
         with ExitStack() as undo:
             paged = PagedModel(model)
             undo.callback(paged.close)
-            draft = None if module is None else open_draft(module, paged)
+            shared = None if module is None else shared_ids(tokenizer, config.draft_model)
+            draft = None if module is None else open_draft(module, paged, shared)
             if draft is not None:
                 undo.callback(draft.close)
             self.config = resolve(

@@ -113,8 +113,7 @@ class Iteration:
         if len(inputs.scored):
             successors = history[inputs.token_slots[inputs.scored], inputs.positions[inputs.scored] + 1]
             prompt_logprobs = token_logprobs(logits[len(last) :, 0], successors)
-        read = tuple(h[0] for h in hidden)
-        self.drafter.prefill(PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, read))
+        self.drafter.prefill(self._chunks(inputs, tokens, paged, tuple(h[0] for h in hidden)))
         is_padding = (inputs.row_slots == self.state.scratch_slot).unsqueeze(1)
         computed = inputs.seq_lens.to(torch.int64) - 1
         rows = _Rows(
@@ -131,7 +130,13 @@ class Iteration:
     def catch_up(self, inputs: PrefillInputs) -> None:
         """Let the drafter read C packed chunks that the target has computed long ago."""
         tokens, paged = self._read_chunks(inputs)
-        self.drafter.prefill(PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, ()))
+        self.drafter.prefill(self._chunks(inputs, tokens, paged, ()))
+
+    def _chunks(
+        self, inputs: PrefillInputs, tokens: torch.Tensor, paged: AttnInputs, hidden: tuple[torch.Tensor, ...]
+    ) -> PromptChunks:
+        salts = self.state.salt.index_select(0, inputs.token_slots)
+        return PromptChunks(inputs.token_slots, tokens[0], inputs.positions, paged, hidden, salts)
 
     def _read_chunks(self, inputs: PrefillInputs) -> tuple[torch.Tensor, AttnInputs]:
         """Tokens `[1, T]` of packed chunks, and where they attend."""
@@ -181,6 +186,7 @@ class Iteration:
                 history=state.history.index_select(0, slots),
                 newest=newest,
                 sampler=row_sampler,
+                salts=state.salt.index_select(0, slots),
             )
             proposed = self.drafter.propose(known, num_draft_next)
             state.drafts[:, :num_draft_next].index_copy_(0, slots, proposed.token_ids)

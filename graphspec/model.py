@@ -231,7 +231,8 @@ def draft_module(config: EngineConfig, target: nn.Module, given: nn.Module | Non
     """The module that drafts for `target`: `given`, or the one that `config` names, in the target's dtype and on its
     device; None if another drafter does. Raises ValueError for choices that do not fit together."""
     wanted = config.draft_model is not None or given is not None
-    if given is not None and (config.draft_model is not None or config.drafter not in ("auto", "draft_model")):
+    others = config.draft_model is not None or config.ngram_pool or config.drafter not in ("auto", "draft_model")
+    if given is not None and others:
         raise ValueError(
             "a draft model was passed to the engine, and its configuration names another drafter: drop one"
         )
@@ -245,8 +246,12 @@ def draft_module(config: EngineConfig, target: nn.Module, given: nn.Module | Non
     return load_module(config.draft_model, weight.dtype, weight.device)
 
 
-def open_draft(module: nn.Module, target: PagedModel) -> PagedModel:
-    """`module`, to draft for `target`. Raises ValueError if the two do not go together or it is not supported."""
+def open_draft(module: nn.Module, target: PagedModel, shared_ids: int | None = None) -> PagedModel:
+    """`module`, to draft for `target`. `shared_ids` says how many ids their tokenizers are known to agree on; then the
+    two vocabularies may be padded to different sizes behind them. None: only their sizes can be compared.
+
+    Raises ValueError if the two do not go together or `module` is not supported.
+    """
     if {id(m) for m in module.modules()} & {id(m) for m in target.attention_modules}:
         raise ValueError("the draft model is the model itself: load a second one, or leave it out to draft by n-grams")
     try:
@@ -254,13 +259,14 @@ def open_draft(module: nn.Module, target: PagedModel) -> PagedModel:
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(f"the draft model cannot be used: {reason}") from reason
     ours, theirs = target.facts.vocab_size, draft.facts.vocab_size
-    if ours != theirs:
-        draft.close()
-        raise ValueError(
-            f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
-            "use a draft model with the same tokenizer"
-        )
-    return draft
+    if ours == theirs or (shared_ids is not None and shared_ids <= min(ours, theirs)):
+        return draft
+    draft.close()
+    raise ValueError(
+        f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}"
+        + ("" if shared_ids is None else f", and their tokenizer {shared_ids}")
+        + ": use a draft model with the same tokenizer"
+    )
 
 
 class _CountingBackend(Planless):

@@ -23,6 +23,11 @@ def page_hashes(root: PageHash, token_ids: Sequence[int], page_size: int) -> lis
     return hashes
 
 
+def salt_word(root: PageHash) -> int:
+    """`root` of hash chains as a signed integer of 64 bits, for tables on the device."""
+    return int.from_bytes(hashlib.blake2b(root, digest_size=8).digest(), "little", signed=True)
+
+
 class PagePool:
     """Hands out page ids `0 .. num_pages - 1`; page `num_pages` is the scratch page and is never handed out.
 

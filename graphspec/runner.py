@@ -96,10 +96,10 @@ class Runner:
         self._model, self._draft = model, draft
         self._attention = attach_kv(model, config, device)
         paging = Paging(user.page_size, config.num_pages, config.max_model_len)
-        self.drafter = create_drafter(config, draft, paging, device)
+        vocab_size = model.facts.vocab_size
+        self.drafter = create_drafter(config, draft, paging, vocab_size, device)
         self.tiers = usable_tiers(config.tiers, self.drafter)
         self.graph_plan = graph_plan(user, self.tiers, self.drafter.drafts_ahead)
-        vocab_size = model.facts.vocab_size
         self._state = allocate_state(user.max_num_seqs, config.num_draft, config.history_width, vocab_size, device)
         self._iteration = Iteration(
             model=model,

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphspec.acceptance import AcceptanceLog, CollapseWatch, RejectionRows
+from graphspec.acceptance import AcceptanceLog, CollapseWatch, VerifiedRows
 from graphspec.adaptive import AdaptiveK, step_towards
-from graphspec.pages import PageHash, PagePool, page_hashes
+from graphspec.pages import PageHash, PagePool, page_hashes, salt_word
 from graphspec.request import FinishReason, Request, TokenLogprobs, sampler_kind
 from graphspec.slots import DECODE, FREE, PREFILL, UNREAD_NONE, SlotTable
 from graphspec.stats import SpecStats
@@ -94,7 +94,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.stats = SpecStats(config.max_draft)
         # Stays empty unless acceptance is explained.
-        self.acceptance = AcceptanceLog(config.max_draft, CollapseWatch(config.max_draft))
+        self.acceptance = AcceptanceLog(config.max_draft, CollapseWatch())
         self.policy = AdaptiveK(config.tiers, config.pad)
         self._next_step = 0
         self._proposed = config.max_draft if config.drafts_ahead else config.tiers[0]  # by the launch before
@@ -290,6 +290,7 @@ class Scheduler:
             rules=request.rules,
             seed=request.seed,
             index=request.index,
+            salt=salt_word(pool.root(request.cache_salt)),
         )
 
     def _plan_decode(self, slots: IntArray, step: int, num_draft: int) -> DecodeRows | None:
@@ -431,8 +432,9 @@ class Scheduler:
             accepted, delivered = (emitted - 1)[counted], np.minimum(kept, emitted - 1)[counted]
             self.stats.record(decoded.num_draft, accepted, delivered)
             if rows.rejections is not None and decoded.num_draft:
-                known = rows.rejections.take(counted), accepted, delivered, room[counted], decoded.num_draft
-                self._explain(slots[counted], *known)
+                why, context = rows.rejections.take(counted), rows.computed[counted]
+                verified = VerifiedRows(why, accepted, delivered, room[counted], context)
+                self._explain(slots[counted], verified, decoded.num_draft)
         self.stats.num_output_tokens += int(kept.sum())
 
         emissions = []
@@ -452,23 +454,15 @@ class Scheduler:
             emissions.append(Emission(request, new, request.finish_reason, logprobs))
         return emissions
 
-    def _explain(
-        self,
-        slots: IntArray,
-        rejections: RejectionRows,
-        accepted: IntArray,
-        delivered: IntArray,
-        room: IntArray,
-        num_draft: int,
-    ) -> None:
+    def _explain(self, slots: IntArray, rows: VerifiedRows, num_draft: int) -> None:
         """Count the causes of rejections, of all rows and for the request of each."""
-        self.acceptance.record(rejections, accepted, delivered, room, num_draft)
+        self.acceptance.record(rows, num_draft)
         for i, slot in enumerate(slots.tolist()):
-            request, one = self.table.request[slot], slice(i, i + 1)
+            request = self.table.request[slot]
             assert request is not None
             if request.acceptance is None:
                 request.acceptance = AcceptanceLog(self.config.max_draft)
-            request.acceptance.record(rejections.take(one), accepted[one], delivered[one], room[one], num_draft)
+            request.acceptance.record(rows.take(slice(i, i + 1)), num_draft)
 
     def _cut_at_stop_string(self, slot: int, new: list[int], first_stop: int) -> tuple[int, int]:
         """Tokens to keep of `new`, and the index of the one that stops: where a string ends, else `first_stop`."""

@@ -60,6 +60,7 @@ class SlotState(NamedTuple):
     num_valid: torch.Tensor  # [S + 1] int64, how many of them are no filler
     history: torch.Tensor  # [S + 1, H] int64, token at each position; valid up to `computed`, stale beyond
     speculation: torch.Tensor  # [S + 1] int64, most drafts that may be accepted: k, or 0 for a request without
+    salt: torch.Tensor  # [S + 1] int64, equal for requests that may share what a drafter keeps
     sampling: SamplingRows
     processors: ProcessorRows
 
@@ -100,6 +101,7 @@ def allocate_state(
         num_valid=zeros(rows),
         history=zeros(rows, history_width),
         speculation=zeros(rows),
+        salt=zeros(rows),
         sampling=sampling,
         processors=processors,
     )
@@ -120,6 +122,7 @@ def admit(state: SlotState, admission: Admission) -> None:
     state.num_valid[slot] = 0
     params, sampling = admission.params, state.sampling
     state.speculation[slot] = state.drafts.shape[1] if params.speculation else 0
+    state.salt[slot] = admission.salt
     sampling.temperature[slot] = params.temperature
     sampling.top_k[slot] = params.top_k
     sampling.top_p[slot] = params.top_p

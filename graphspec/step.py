@@ -44,6 +44,7 @@ class Admission:
     rules: TokenRules
     seed: int
     index: int
+    salt: int  # stands for the cache salt of the request, see `pages.salt_word`
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,15 +26,20 @@ class DraftModelDrafter(HistoryDrafter):
     With `shares_noise` a draft is drawn as the target draws, with its noise and its processors, and so more often is
     the token the target draws; otherwise it is the model's most likely token. Without temperature and processors the
     two are the same. Beyond the context of the draft model positions stand still, and drafts count as filler.
+
+    Its vocabulary may be padded to another size than the `vocab_size` of the target: then ids it does not have, which
+    no tokenizer gives, are read as its last one, and its own that the target does not have are never drafted.
     """
 
     name = "draft_model"
     drafts_ahead = False
     reads_prompt = True
 
-    def __init__(self, model: PagedModel, attention: AttentionBackend, paging: Paging, *, shares_noise: bool) -> None:
+    def __init__(
+        self, model: PagedModel, attention: AttentionBackend, paging: Paging, vocab_size: int, *, shares_noise: bool
+    ) -> None:
         self._model, self._attention, self._paging = model, attention, paging
-        self._shares_noise = shares_noise
+        self._vocab_size, self._shares_noise = vocab_size, shares_noise
         self._last_position = model.facts.max_positions - 1
         self._rungs: list[int] = []
         self._block_tables = torch.empty(0)
@@ -63,7 +68,7 @@ class DraftModelDrafter(HistoryDrafter):
 
     def prefill(self, chunks: PromptChunks) -> None:
         positions = chunks.positions.clamp(max=self._last_position)
-        self._model.forward(chunks.token_ids.unsqueeze(0), positions.unsqueeze(0), chunks.paged, 1)
+        self._model.forward(self._readable(chunks.token_ids).unsqueeze(0), positions.unsqueeze(0), chunks.paged, 1)
 
     def propose(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         rows, width = inputs.tokens.shape
@@ -92,10 +97,16 @@ class DraftModelDrafter(HistoryDrafter):
         return tables
 
     def _forward(self, tables: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, Q, V]` behind `tokens` `[R, Q]`, whose KV is written at `positions`."""
+        """Logits `[R, Q, V]` behind `tokens` `[R, Q]`, whose KV is written at `positions`. V is the target's."""
         paged = self._paging.decode_inputs(tables, positions)
         self._attention.prepare(paged)
-        return self._model.forward(tokens, positions.clamp(max=self._last_position), paged)[0]
+        logits = self._model.forward(self._readable(tokens), positions.clamp(max=self._last_position), paged)[0]
+        missing = self._vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., : self._vocab_size]
+
+    def _readable(self, token_ids: torch.Tensor) -> torch.Tensor:
+        own = self._model.facts.vocab_size
+        return token_ids if own >= self._vocab_size else token_ids.clamp(max=own - 1)
 
     def _draw(
         self, logits: torch.Tensor, history: torch.Tensor, newest: torch.Tensor, inputs: DraftInputs

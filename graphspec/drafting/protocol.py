@@ -10,7 +10,7 @@ So a drafter sees every token of a request exactly once, in order, in the launch
 `prefill` (those in cached pages are skipped), emitted ones in `propose`. Everything here is on the device, has static
 shapes inside `propose` and reads nothing back.
 
-State lives in tensors whose leading axis is either pages or slots, see `DrafterBuffers`.
+State lives in tensors whose leading axis is pages, slots or entries that all requests share, see `DrafterBuffers`.
 
 - By page: content of a place may depend on the tokens up to it only. Then it is as shareable as the target's KV, and
   the page pool, the prefix cache, preemption and the fence of pages hold for it as they are: a cached prefix is worth
@@ -18,6 +18,9 @@ State lives in tensors whose leading axis is either pages or slots, see `Drafter
   before its last prompt token has gone through `prefill`.
 - By slot: it starts anew with a prefill, and a cached prefix is worth nothing to it. `DraftInputs.history` still has
   all tokens.
+- Shared: it outlives requests and is reset by nobody. Every row may write it in every step, so what a step leaves must
+  not depend on the order in which the device happens to write, and padding rows write the last entry only, the scratch
+  entry, which no real row reads. What is found there must be as private as a cached prefix: `salts` are for that.
 
 A learned head (EAGLE and its kin) names the target's layers it reads in `hidden_layers`. `hidden[i]` belongs to the
 position just before that of `tokens[i]`, which is the pair such a head takes: it writes its KV at the place of the
@@ -46,6 +49,7 @@ class PromptChunks:
     positions: torch.Tensor  # [T] int64
     paged: AttnInputs
     hidden: tuple[torch.Tensor, ...]  # [T, D] each, at these positions
+    salts: torch.Tensor  # [T] int64, see `DraftInputs`
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class DraftInputs:
     history: torch.Tensor  # [R, H] int64, token at each position, these included; stale behind `newest`
     newest: torch.Tensor  # [R] int64, position of the newest token; not above the maximal length
     sampler: RowSampler  # how the target draws
+    salts: torch.Tensor  # [R] int64; rows of different salts may not learn of each other's tokens
 
 
 class Drafts(NamedTuple):
@@ -79,6 +84,7 @@ class DrafterBuffers(NamedTuple):
 
     by_page: Mapping[str, torch.Tensor] = {}  # leading axis: page ids, those of the block tables
     by_slot: Mapping[str, torch.Tensor] = {}  # leading axis: slots, the scratch slot last
+    shared: Mapping[str, torch.Tensor] = {}  # leading axis: entries that belong to no request, the scratch entry last
     scratch: Mapping[str, torch.Tensor] = {}  # means nothing after a step
 
 

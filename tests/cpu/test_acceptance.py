@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,7 @@ from conftest import VOCAB, tiny_model
 from same_text import Scorer, processed
 
 from graphspec import Completion, Engine, EngineConfig, SamplingParams
-from graphspec.acceptance import CAUSES, WINDOW, AcceptanceLog, CollapseWatch, RejectionRows, classify
+from graphspec.acceptance import CAUSES, WINDOW, AcceptanceLog, CollapseWatch, RejectionRows, VerifiedRows, classify
 from graphspec.explain import REJECTION, rejection
 from graphspec.iteration import OUTPUT_HEADER
 from graphspec.request import kind_parts
@@ -91,7 +92,7 @@ def test_what_another_k_would_have_given() -> None:
     log = AcceptanceLog(3)
     accepted = np.array([0, 1, 3, 3])
     why = rows_of((2, 0.5, False), (5, 0.1, False), (9, 0.9, False), (9, 0.9, False))
-    log.record(why, accepted, accepted, np.full(4, 99), 3)
+    log.record(VerifiedRows(why, accepted, accepted, np.full(4, 99), np.full(4, 5)), 3)
     report = log.report()
     assert report.tokens_per_step == [1.0, 1.75, 2.25, 2.75]
     assert (report.num_drafts, report.delivered) == (4, [3, 2, 2])
@@ -102,16 +103,21 @@ def test_what_another_k_would_have_given() -> None:
     assert report.best_k([1.0, 2.0, 3.0, 4.0]) == 0
 
 
+def verified(accepted: Any, context: Any) -> VerifiedRows:
+    ones = np.ones(len(accepted), np.int64)
+    why = RejectionRows(3 * ones, np.zeros(len(accepted), np.float32), ones < 0)
+    return VerifiedRows(why, accepted, accepted, 9 * ones, context)
+
+
 def test_a_collapse_of_acceptance_is_noticed_against_its_own_history(caplog: pytest.LogCaptureFixture) -> None:
     """Once per window, for the position that fell, and not for one that was never good."""
     rng = np.random.default_rng(0)
-    log = AcceptanceLog(2, CollapseWatch(2))
+    log = AcceptanceLog(2, CollapseWatch())
 
     def play(good: float, rows: int) -> None:
         for _ in range(rows // 50):
             accepted = (rng.random(50) < good).astype(np.int64)  # never two
-            ones = np.ones(50, np.int64)
-            log.record(RejectionRows(3 * ones, np.zeros(50, np.float32), ones < 0), accepted, accepted, 9 * ones, 2)
+            log.record(verified(accepted, rng.choice([3, 70, 700, 7000], 50)), 2)
 
     play(0.7, 4 * WINDOW)
     assert log.report().alarms == []
@@ -120,6 +126,32 @@ def test_a_collapse_of_acceptance_is_noticed_against_its_own_history(caplog: pyt
     assert caplog.messages[0].startswith("acceptance of draft 0 fell to 0.1")
     play(0.7, WINDOW)
     assert len(log.report().alarms) == 1
+
+
+def test_a_collapse_at_one_length_of_context_is_noticed_where_the_positions_look_well() -> None:
+    """Each power of two has its own windows and its own history, whatever share of the rows it has."""
+    rng, watch, found = np.random.default_rng(0), CollapseWatch(), list[str]()
+
+    def play(good_behind_1024: float, rows: int) -> None:
+        for _ in range(rows // 50):
+            context = rng.choice([0, 1, 40, 300, 1024, 1500, 2047], 50, p=[0.02, 0.08, 0.5, 0.3, 0.04, 0.03, 0.03])
+            good = np.where(context >= 1024, good_behind_1024, 0.8)
+            found.extend(watch.observe(verified((rng.random((50, 3)) < good[:, None]).cumprod(1).sum(1), context), 3))
+
+    play(0.6, 20 * WINDOW)
+    assert found == []
+    play(0.05, 14 * WINDOW)
+    assert len(found) == 1
+    assert re.match(r"acceptance of drafts behind 1024 to 2047 tokens fell to 0.0\d in the last 5\d\d rows; ", found[0])
+
+
+def test_positions_that_a_step_did_not_verify_count_neither_way() -> None:
+    """With k chosen anew for every step, the last positions are seldom tried."""
+    watch, rows = CollapseWatch(), np.full(50, 2)
+    for _ in range(2 * WINDOW // 50):
+        assert watch.observe(verified(rows, 9 + 0 * rows), 2) == []
+    for _ in range(4 * WINDOW // 50):
+        assert watch.observe(verified(rows // 2, 9 + 0 * rows), 1) == []
 
 
 PARAMS = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from graphspec.acceptance import CAUSES
-from graphspec.cli import main
+from graphspec.acceptance import CAUSES, AcceptanceReport, Loss
+from graphspec.cli import hindsight, main
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
 
 
@@ -94,6 +94,26 @@ def test_acceptance_is_explained_on_request(base: list[str], capsys: pytest.Capt
     assert acceptance["tokens_per_step"][0] == 1.0
 
 
+def test_hindsight_names_the_best_k_where_costs_are_known() -> None:
+    report = AcceptanceReport(10, [5, 4], {}, Loss(0.0, 0.0), [1.0, 1.5, 1.9], [])
+    assert list(hindsight(report, ())) == ["tokens per step had k been 0: 1.00, 1: 1.50, 2: 1.90"]
+    assert list(hindsight(report, [20.0, 25.0, 38.0]))[1] == (
+        "for what a step costs, against k = 0: 0: 1.00x, 1: 1.20x, 2: 1.00x; best: k = 1"
+    )
+
+
+def test_the_pool_is_named_on_the_command_line(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two requests that say the same, one after the other, the second is drafted for from the first."""
+    one_by_one = [*base, "--max-num-seqs", "1", "--max-tokens", "40", "--json", "--temperature", "1", "--seed", "5"]
+    rates = []
+    for pool in ("0", "1000"):
+        assert main([*one_by_one, "--ngram-pool", pool, "--prompt", "hello", "--prompt", "hello"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["config"]["ngram_pool"] == int(pool)
+        rates.append(found["stats"]["draft_acceptance_rate"])
+    assert rates[0] < 0.03 < 0.15 < rates[1]
+
+
 def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*base, "--prompt", "x", "--drafter", "forced", "--forced-num-accepted", "2"]) == 0
     assert "generated text [forced acceptance: not the model's text]:" in capsys.readouterr().out
@@ -106,6 +126,7 @@ def test_forced_text_is_marked(base: list[str], capsys: pytest.CaptureFixture[st
         (["--prompts-file", "nowhere.txt"], 'cannot read the prompts file "nowhere.txt"'),
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--n", "2"], "n > 1 needs temperature > 0"),
+        (["--ngram-pool", "-1"], "ngram_pool must be in 0 .. 4194304 entries"),
         (["--model", "."], "no config.json"),
         (["--draft-model", "."], "no config.json"),
         (["--drafter", "draft_model"], 'drafter "draft_model" needs a model'),

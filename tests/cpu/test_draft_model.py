@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import COMMON, VOCAB, tiny_model
+from conftest import COMMON, VOCAB, byte_tokenizer, tiny_model
 from same_text import NearTies, Scorer, assert_same_text, processed
 from torch import nn
 
@@ -208,6 +211,66 @@ def test_what_does_not_fit_together_is_refused_in_one_sentence(tmp_path: Path) -
     refused("no config.json", draft_model=str(tmp_path))
     with pytest.raises(ValueError, match='"ngram" uses no draft_model'):
         EngineConfig(drafter="ngram", draft_model="smollm2-135m")
+
+
+def checkpoint(folder: Path, base: Path, tokenizer: Any, *, vocab_size: int = 259, scale: float = 1.0) -> str:
+    """The model of `base` with its vocabulary padded to `vocab_size`; `scale` says how likely it finds the padding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(1)
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model.get_output_embeddings().weight.data[259:].normal_(std=scale * COMMON["initializer_range"])
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_vocabularies_padded_to_different_sizes_work(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """The same model with 0, 5 and 61 ids that no tokenizer gives, and once it finds them likelier than all others.
+    Drafts are never an id that the target does not have, and the draft model reads any that the target emits."""
+    plain = checkpoint(tmp_path / "plain", tiny_checkpoint, byte_tokenizer())
+    some = checkpoint(tmp_path / "some", tiny_checkpoint, byte_tokenizer(), vocab_size=264)
+    many = checkpoint(tmp_path / "many", tiny_checkpoint, byte_tokenizer(), vocab_size=320)
+    loud = checkpoint(tmp_path / "loud", tiny_checkpoint, byte_tokenizer(), vocab_size=320, scale=8.0)
+    sampled = SamplingParams(max_tokens=40, temperature=1.0, top_k=30, seed=3, ignore_eos=True, repetition_penalty=1.1)
+    greedy = SamplingParams(max_tokens=40, ignore_eos=True)
+
+    def run(target: str, **config: Any) -> tuple[list[list[int]], float]:
+        with Engine.from_pretrained(target, EngineConfig(max_model_len=96, **config)) as engine:
+            every = [[*p, engine._intake._facts.vocab_size - 1] for p in prompts(4)]
+            done = engine.generate(every, [greedy, sampled, greedy, sampled], progress=False)
+            return [c.token_ids for c in done], engine.stats().draft_acceptance_rate
+
+    for target, draft, lowest in [(plain, loud, 0.95), (many, plain, 0.02), (many, some, 0.02)]:
+        expected, _ = run(target, num_speculative_tokens=0)
+        found, rate = run(target, num_speculative_tokens=3, draft_model=draft)
+        assert found == expected
+        assert rate > lowest, (target, draft)
+        padding = {token for text in found for token in text if token >= 259}
+        assert bool(padding) == (target != plain)
+
+
+def test_tokenizers_that_differ_are_refused_by_the_first_id_that_does(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """The sizes are equal, or would be allowed to differ."""
+    swapped, longer = copy.deepcopy(byte_tokenizer()), copy.deepcopy(byte_tokenizer())
+    longer.add_tokens(["<extra>"])
+    described = json.loads(swapped.backend_tokenizer.to_str())
+    vocab = described["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.__getitem__)[100:102]
+    vocab[first], vocab[second] = 101, 100
+    swapped._tokenizer = type(swapped.backend_tokenizer).from_str(json.dumps(described))
+    cases = [
+        (swapped, 259, f'token id 100 is "{second}" for the draft model and "{first}" for the model'),
+        (longer, 264, 'token id 259 is "<extra>" for the draft model and no token for the model'),
+        (byte_tokenizer(), 200, "a vocabulary of 200 tokens and the model one of 259, and their tokenizer 259"),
+        (None, 259, "has no tokenizer that can be read"),
+    ]
+    for i, (tokenizer, vocab_size, sentence) in enumerate(cases):
+        draft = checkpoint(tmp_path / str(i), tiny_checkpoint, tokenizer, vocab_size=vocab_size)
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            Engine.from_pretrained(str(tiny_checkpoint), EngineConfig(draft_model=draft))
 
 
 def test_without_speculation_no_draft_model_is_loaded_and_both_models_are_given_back() -> None:

@@ -49,6 +49,7 @@ def told(history: torch.Tensor, lengths: torch.Tensor) -> DraftInputs:
         history=history,
         newest=newest,
         sampler=RowSampler.of(kind_parts("greedy"), state, slots),
+        salts=torch.zeros_like(slots),
     )
 
 
@@ -114,7 +115,7 @@ def test_forced_drafts_like_ngram_and_none_drafts_nothing() -> None:
 def test_the_configuration_names_the_drafter() -> None:
     def created(**config: Any) -> Drafter:
         resolved = resolve(EngineConfig(**config), model_limit=64, page_bytes=1, free_bytes=1 << 20)
-        return create_drafter(resolved, None, Paging(16, 4, 64), torch.device("cpu"))
+        return create_drafter(resolved, None, Paging(16, 4, 64), 211, torch.device("cpu"))
 
     assert created(num_speculative_tokens=3, drafter="forced", forced_num_accepted=2).forced_num_accepted == 2
     assert {created(num_speculative_tokens=3, drafter=name).name for name in ("auto", "ngram")} == {"ngram"}

@@ -269,3 +269,45 @@ def test_an_engine_gives_the_text_of_the_reference(
     for prompt, a, b in zip(prompts, reference, emulated, strict=True):
         assert_same_text(scorer, prompt, a, b, ties)
     ties.check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_model_drafts_what_it_drafts_on_the_reference(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It has a backend of its own, for other heads and with tables of its own: a step plans nothing, and runs it with
+    1 + k tokens per row and then k - 1 times with one. After every step all drafts of all slots are compared."""
+    prompts = [[5, 6, 7, 8, 5, 6, 7], list(range(20, 70)), [4]]
+    settings: Any = {"max_num_seqs": 4, "graph_rows": (2, 4), "max_model_len": 96, "max_prefill_tokens": 24}
+    config = EngineConfig(**settings, num_speculative_tokens=3, depth=0, debug=True, draft_shares_noise=False)
+    backends: list[PerBucket] = []
+
+    def create(_: str, shape: AttentionShape, **__: Any) -> PerBucket:
+        assert shape.head_dim == (16 if backends else 12)
+        backends.append(backend_of(name, shape))
+        return backends[-1]
+
+    def decode_plans() -> int:
+        return sum(bool(args[11]) for args in gpu.planned)  # those made for graphs
+
+    def run() -> list[torch.Tensor]:
+        seen = []
+        with Engine(tiny_model(), config=config, draft_model=tiny_model("qwen3")) as engine:
+            planned = decode_plans()
+            for prompt in prompts:
+                engine.add_request(prompt, SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True))
+            while engine.has_unfinished_requests():
+                engine.step()
+                seen.append(engine._runner._state.drafts.clone())
+            assert engine.stats().off_graph_decode_steps == 0
+            assert decode_plans() == planned
+        return seen
+
+    reference = run()
+    monkeypatch.setattr(graphspec.paging, "create_attention", create)
+    emulated = run()
+    assert len(backends) == 2
+    assert gpu.xqa_ran if name == XQA else decode_plans() > 4
+    assert len(reference) == len(emulated) > 10
+    assert all(torch.equal(a, b) for a, b in zip(reference, emulated, strict=True))
+    assert len(torch.unique(torch.stack(emulated))) > 30

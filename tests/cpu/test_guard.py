@@ -143,10 +143,11 @@ def engine_findings(engine: Engine, key: GraphKey) -> list[Finding]:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize(("k", "drafter"), [(0, "none"), (3, "ngram"), (3, "forced"), (2, "draft_model")])
+@pytest.mark.parametrize(("k", "drafter"), [(0, "none"), (3, "ngram"), (3, "pool"), (3, "forced"), (2, "draft_model")])
 def test_the_engines_own_step_is_clean(k: int, drafter: str, sampler: str) -> None:
     """Every sampler kind and drafter: no host read, no shape from data, nothing that changes between steps."""
-    config = EngineConfig(num_speculative_tokens=k, drafter=drafter, max_num_seqs=2, explain_acceptance=k > 0)
+    pool = {"drafter": "ngram", "ngram_pool": 100} if drafter == "pool" else {"drafter": drafter}
+    config = EngineConfig(num_speculative_tokens=k, max_num_seqs=2, explain_acceptance=k > 0, **pool)
     with Engine(tiny_model(), config=config, draft_model=tiny_model() if drafter == "draft_model" else None) as engine:
         assert engine_findings(engine, GraphKey("decode", 2, k, k, sampler)) == []
 

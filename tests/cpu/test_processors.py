@@ -45,7 +45,7 @@ def processor_rows(params: list[SamplingParams], num_prompt: list[int], vocab: i
     for slot, (own, length) in enumerate(zip(params, num_prompt, strict=True)):
         for p in (before, own):
             tokens = torch.zeros(length, dtype=torch.int32).numpy()
-            admit(state, Admission(slot, tokens, length, p, rules_of(p, length), seed=0, index=0))
+            admit(state, Admission(slot, tokens, length, p, rules_of(p, length), seed=0, index=0, salt=0))
     return state.processors.rows(torch.arange(len(params)))
 
 
