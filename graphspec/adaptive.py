@@ -17,9 +17,9 @@ import numpy as np
 
 from graphspec.step import IntArray
 
-MARGIN = 0.02  # another k must promise so much more before it is taken
-HORIZON = 48.0  # rows after which an observed acceptance counts for half, roughly
-PRIOR_RATE, PRIOR_ROWS = 0.5, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
+MARGIN = 0.05  # another k must promise so much more before it is taken
+HORIZON = 64.0  # rows after which an observed acceptance counts for half, roughly
+PRIOR_RATE, PRIOR_ROWS = 0.3, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
 PROBE_SHARE = 0.01  # of the time goes into trying a k that was not tried for long
 PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tries of one k, and until it is given up
 
