@@ -10,7 +10,7 @@ arXiv:2406.14066). Inside a step k is static: every row has 1 + k positions.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,11 +31,18 @@ class StepCosts:
     def __init__(self) -> None:
         self._recent: dict[tuple[int, int], deque[float]] = {}
         self._median: dict[tuple[int, int], float] = {}
+        self._num_steps: Counter[int] = Counter()  # by rows
 
     def record(self, rows: int, k: int, seconds: float) -> None:
         recent = self._recent.setdefault((rows, k), deque(maxlen=15))
         recent.append(seconds)
+        self._num_steps[rows] += 1
         self._median[rows, k] = statistics.median(recent)
+
+    def at_usual_rows(self, max_draft: int) -> list[float]:
+        """The cost of a step for k = 0, 1 ... at the number of rows that occurred most; nothing before any was
+        measured."""
+        return [self(rows, k) for rows, _ in self._num_steps.most_common(1) for k in range(max_draft + 1)]
 
     def __call__(self, rows: int, k: int) -> float:
         if (rows, k) in self._median:

@@ -37,6 +37,7 @@ class Report:
     stats: EngineStats
     seconds: float
     acceptance: AcceptanceReport | None = None
+    step_costs: Sequence[float] = ()  # see `Engine.step_costs`
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +65,7 @@ def run(
         completions = engine.generate(given, params, progress=progress)
         seconds = time.perf_counter() - started
         explained = engine.explain_acceptance() if engine.config.explains else None
-        return Report(prompts, completions, engine.stats(), seconds, explained)
+        return Report(prompts, completions, engine.stats(), seconds, explained, engine.step_costs())
 
 
 def summary(report: Report) -> list[tuple[str, str]]:
@@ -157,7 +158,7 @@ def _generate(args: argparse.Namespace) -> int:
     for name, value in summary(report):
         print(f"{name:<28}{value:>12}")
     if report.acceptance is not None:
-        print(RULE, *explanation(report.acceptance), sep="\n")
+        print(RULE, *explanation(report.acceptance, report.step_costs), sep="\n")
     return 0
 
 
@@ -208,7 +209,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the draft model draws with the noise and the processors of the model")  # fmt: skip
     add("--ngram-pool", type=int, metavar="N", default=defaults.ngram_pool,
         help="entries of a table of n-grams that all requests share; 0 is off")  # fmt: skip
-    add("--explain-acceptance", action="store_true", help="show why drafts were rejected, and what another k gives")
+    add(
+        "--explain-acceptance",
+        action="store_true",
+        help="show why drafts were rejected, and what another k gives; "
+        "with --adaptive-speculation also which one was best by measured step times",
+    )
     add("--forced-num-accepted", type=int, default=0, help="with --drafter forced: drafts accepted per step")
     depth = g.add_mutually_exclusive_group()
     depth.add_argument("--depth", type=int, default=defaults.depth, help="steps the scheduler runs ahead; 0 is sync")

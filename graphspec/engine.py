@@ -364,6 +364,12 @@ class Engine:
             raise ValueError("nothing was measured: set explain_acceptance=True and num_speculative_tokens above 0")
         return self._scheduler.acceptance.report()
 
+    def step_costs(self) -> list[float]:
+        """Measured seconds of a decode step for k = 0, 1 ... at the usual number of rows, for
+        `AcceptanceReport.best_k`; between measured k by their number of tokens. Empty without adaptive speculation,
+        which is what measures them."""
+        return self._scheduler.policy.costs.at_usual_rows(self.config.num_draft)
+
     def dump_state(self) -> dict[str, Any]:
         """Queues, slots, launches in flight, pages and the last graph key, as JSON types: what to look at, or to send
         along, when something is stuck."""
