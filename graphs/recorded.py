@@ -71,6 +71,17 @@ class Node:
 Rewrite = Callable[[Sequence[Node], Sequence[Ref], Callable[[Ref], torch.Tensor]], list[Node]]
 
 
+def in_turn(rewrites: Sequence[Rewrite]) -> Rewrite | None:
+    """One rewrite that applies several, the first one first; None for none."""
+
+    def apply(nodes: Sequence[Node], results: Sequence[Ref], tensor: Callable[[Ref], torch.Tensor]) -> list[Node]:
+        for rewrite in rewrites:
+            nodes = rewrite(nodes, results, tensor)
+        return list(nodes)
+
+    return apply if rewrites else None
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches a function run and writes down its ops. Enter `modules` around it to learn which module runs them."""
 
@@ -135,7 +146,6 @@ class RecordedProgram:
     def __init__(
         self, source: Callable[[], Output], recorder: Recorder, output: Output, rewrite: Rewrite | None
     ) -> None:
-        self.source = source if rewrite is None else None
         self.outside = list(recorder.outside)
         folded, done = _fold(recorder, self.outside)
         self.nodes = [_substitute(node, folded) for i, node in enumerate(recorder.nodes) if i not in done]
@@ -144,6 +154,7 @@ class RecordedProgram:
         steps = self.nodes
         if rewrite is not None:
             steps = rewrite(steps, results, lambda r: self.outside[r.index] if r.outside else recorder.tensor(r))
+        self.source = source if steps == self.nodes else None
         self.num_ops: int | None = len(steps)
         self._run = _compile(steps, self.outside, results, single=isinstance(output, torch.Tensor))
 

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from graphs import StreamError, check_compiler
+from graphs import StreamError, check_compiler, check_packing
 from graphspec.acceptance import AcceptanceReport
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.intake import Intake, Prompt
@@ -64,6 +64,8 @@ class Engine:
         device = next(model.parameters()).device
         if config.compile:
             check_compiler(device)
+        if config.pack_weights:
+            check_packing(device, next(model.parameters()).dtype)
         module = draft_module(config, model, draft_model)
         with ExitStack() as undo:
             paged = PagedModel(model)
@@ -120,6 +122,8 @@ class Engine:
         config = config or EngineConfig()
         device = resolve_device(config.device)
         dtype = DTYPES.get(config.dtype, torch.float32 if device.type == "cpu" else None)
+        if config.pack_weights:
+            check_packing(device, dtype)
         module = load_module(model, dtype, device)
         return cls(module, AutoTokenizer.from_pretrained(model_path(model)), config)
 

@@ -11,7 +11,17 @@ from typing import Any, TypeVar
 import torch
 
 from attention import Bucket
-from graphs import Audit, BucketLadder, Event, GraphKey, GraphPlan, RegionCompiler, create_backend, create_stream
+from graphs import (
+    Audit,
+    BucketLadder,
+    Event,
+    GraphKey,
+    GraphPlan,
+    RegionCompiler,
+    create_backend,
+    create_stream,
+    in_turn,
+)
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
 from graphspec.drafting import Drafter, create_drafter
@@ -19,6 +29,7 @@ from graphspec.explain import REJECTION
 from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
 from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
+from graphspec.packing import linear_packer
 from graphspec.paging import Paging, attach_kv
 from graphspec.request import kind_parts
 from graphspec.sampling import BASES, SAMPLERS
@@ -126,12 +137,14 @@ class Runner:
         self._audit = user.debug
         compiled = user.compile if user.compile is not None else device.type == "cuda"
         self._compiler = RegionCompiler() if compiled else None
+        packer = linear_packer(user, device, model.facts.dtype, self.constants())
+        rewrites = [rewrite for rewrite in (packer, self._compiler) if rewrite is not None]
         self.decode_step = DecodeStep(
             self._iteration,
             model.kv_caches,
             buckets=decode_buckets(self.graph_plan),
             table_width=config.table_width,
-            backend=create_backend(device, self._compiler),
+            backend=create_backend(device, in_turn(rewrites)),
         )
         self._stream = create_stream(device)  # last: what was made so far is complete before its first work
         try:
