@@ -2,6 +2,7 @@
 
 from attention.backend import AttentionBackend, AttentionShape, AttentionSpec, Planless, UnsupportedAttentionError
 from attention.choice import ChoiceTable, read_lines
+from attention.cpu import CpuBackend
 from attention.create import create_backend, flashinfer_backend
 from attention.flashinfer_guards import Machine
 from attention.kv_cache import allocate_kv_cache, store_kv
@@ -15,6 +16,7 @@ __all__ = [
     "AttnInputs",
     "Bucket",
     "ChoiceTable",
+    "CpuBackend",
     "KVLayout",
     "Machine",
     "Planless",

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable
 
 from attention.backend import AttentionBackend, AttentionShape, UnsupportedAttentionError
 from attention.choice import ChoiceTable, Line
+from attention.cpu import CpuBackend
 from attention.flashinfer_guards import FA2, FA2_SPLIT, NAMES, XQA, Machine, missing, unsupported
 from attention.per_bucket import PerBucket
 from attention.reference import ReferenceBackend
-
-log = logging.getLogger(__name__)
 
 
 def create_backend(
     name: str, shape: AttentionShape, *, lines: Iterable[Line] = (), in_flight: int = 3
 ) -> AttentionBackend:
-    """The backend called `name`; "auto" is FlashInfer where it can serve `shape`, else the torch reference, and says
-    so. `lines` is a measured table for "auto"; `in_flight` bounds the launches whose prefill plans the device may not
-    have read yet.
+    """The backend called `name`; "auto" is "cpu" on the CPU, FlashInfer on a GPU where it can serve `shape`, and else
+    the torch reference, with a warning. `lines` is a measured table for "auto"; `in_flight` bounds the launches whose
+    prefill plans the device may not have read yet.
 
     Raises ValueError for an unknown name and UnsupportedAttentionError, in one sentence that names an alternative, for
     a backend that cannot serve `shape`.
     """
-    if name not in ("auto", "reference", *NAMES):
-        raise ValueError(f'unknown attention backend "{name}": use "auto", "reference" or one of {", ".join(NAMES)}')
+    on_cpu = shape.device.type == "cpu"
+    if name not in ("auto", "cpu", "reference", *NAMES):
+        raise ValueError(
+            f'unknown attention backend "{name}": use "auto", "cpu", "reference" or one of {", ".join(NAMES)}'
+        )
     if name == "reference":
         return ReferenceBackend()
+    if name == "cpu" and not on_cpu:
+        raise UnsupportedAttentionError(
+            f'attention_backend "cpu": the device is {shape.device}; use "auto" or "reference"'
+        )
+    if name == "cpu" or (name == "auto" and on_cpu):
+        return CpuBackend(shape)
     why = _why_no_flashinfer(shape)
     if why is None:
         machine = Machine.of(shape.device)
@@ -38,10 +45,7 @@ def create_backend(
             return flashinfer_backend(ChoiceTable(shape, machine, lines, None if name == "auto" else name), in_flight)
     if name != "auto":
         raise UnsupportedAttentionError(f'attention_backend "{name}": {why}; use "auto" or "reference"')
-    if shape.device.type == "cuda":
-        warnings.warn(f"attention runs on the torch reference, which is slow on a GPU: {why}", stacklevel=2)
-    else:
-        log.info("attention runs on the torch reference: %s", why)
+    warnings.warn(f"attention runs on the torch reference, which is slow on a GPU: {why}", stacklevel=2)
     return ReferenceBackend()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,21 @@ class OpBackend(Planless):
         return out
 
 
+def define_op(
+    library: torch.library.Library,
+    name: str,
+    schema: str,
+    implementation: Callable[..., torch.Tensor | None],
+    fake: Callable[..., torch.Tensor | None],
+) -> OpOverload:
+    """`paged_attention::<name>`, which lives as long as `library`."""
+    library.define(name + schema)  # type: ignore[no-untyped-call]
+    library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    op: OpOverload = getattr(torch.ops.paged_attention, name).default
+    return op
+
+
 class KernelBackend(OpBackend, ABC):
     """A backend around one kernel launch, as an op of its own, `paged_attention::<name>_<id>`.
 
@@ -81,14 +96,8 @@ class KernelBackend(OpBackend, ABC):
             alive(flat, kv_cache, inputs, spec, out.view(-1, heads, head_dim))
             return out
 
-        unique = f"{name}_{id(self):x}"
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-        self._library.define(unique + SCHEMA)  # type: ignore[no-untyped-call]
-        self._library.impl(  # type: ignore[no-untyped-call]
-            unique, implementation, "CompositeExplicitAutograd"
-        )
-        torch.library.register_fake(f"{NAMESPACE}::{unique}", fake_attend, lib=self._library)
-        self.op = getattr(torch.ops.paged_attention, unique).default
+        self.op = define_op(self._library, f"{name}_{id(self):x}", SCHEMA, implementation, fake_attend)
 
     @abstractmethod
     def launch(

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the CPU backend, and the oracle for every other backend.
+"""Paged attention in plain torch, on any device: the oracle for every other backend.
 
 K/V store and attention are one custom op that declares its mutation. Inside a compiled or recorded region that keeps
 the cache in place, and it keeps the true lengths, which only the device knows, out of sight of the tracer: they are
@@ -114,7 +114,7 @@ def _gather(kv_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 class ReferenceBackend(OpBackend):
-    """The torch backend: any device, any head size, sliding windows and soft caps."""
+    """The plain one: any device, any head size, sliding windows and soft caps."""
 
     name = "reference"
     op = torch.ops.paged_attention.reference.default

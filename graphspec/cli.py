@@ -221,7 +221,11 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--async-scheduling", dest="depth", action="store_const", const=1, help="the same as --depth 1")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     add("--device", default="auto")
-    add("--attention-backend", default="auto", help="reference, flashinfer_xqa, flashinfer_fa2 or flashinfer_fa2_split")
+    add(
+        "--attention-backend",
+        default="auto",
+        help="cpu, reference, flashinfer_xqa, flashinfer_fa2 or flashinfer_fa2_split",
+    )
     add("--attention-table", help="JSON file of measurements that --attention-backend auto follows")
     add("--enforce-eager", action="store_true", help="no captured graphs")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the decode forward")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import zipfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from attention import (
     AttentionSpec,
     Bucket,
     ChoiceTable,
+    CpuBackend,
     Machine,
     ReferenceBackend,
     UnsupportedAttentionError,
@@ -121,13 +121,16 @@ def test_a_head_size_that_one_kernel_lacks_is_served_by_the_other() -> None:
     assert ChoiceTable(shape_of(head_dim=96), H200).choose(Bucket(64, 4)).backend == XQA
 
 
-def test_auto_without_a_gpu_is_the_reference_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        backend = create_backend("auto", shape_of(device=torch.device("cpu")))
-    assert isinstance(backend, ReferenceBackend)
-    assert [r.message for r in caplog.records] == [
-        "attention runs on the torch reference: FlashInfer needs a GPU, the device is cpu"
-    ]
+def test_auto_without_a_gpu_is_the_cpu_backend_and_the_reference_stays_selectable() -> None:
+    shape = shape_of(device=torch.device("cpu"))
+    assert isinstance(create_backend("auto", shape), CpuBackend)
+    assert isinstance(create_backend("cpu", shape), CpuBackend)
+    assert isinstance(create_backend("reference", shape), ReferenceBackend)
+
+
+def test_the_cpu_backend_is_refused_on_a_gpu() -> None:
+    with pytest.raises(UnsupportedAttentionError, match='"cpu": the device is cuda; use "auto" or "reference"'):
+        create_backend("cpu", shape_of())
 
 
 def test_auto_on_a_gpu_without_flashinfer_warns(monkeypatch: pytest.MonkeyPatch) -> None:
