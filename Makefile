@@ -76,7 +76,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) install -q $(KEEP) -e ".[demo,test$(EXTRA)]"
+	$(PIP) install -q $(KEEP) -e ".[demo,test,bench$(EXTRA)]"
 	@touch $@
 
 # Alone, and not the extra "cuda": its other dependencies are large and serve kernels this project does not call.
@@ -90,5 +90,5 @@ $(VENV)/.wheels: $(VENV)/.python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
-	$(PIP) install -q $(KEEP) -e ".[demo,test,dev$(EXTRA)]"
+	$(PIP) install -q $(KEEP) -e ".[demo,test,bench,dev$(EXTRA)]"
 	@touch $@

@@ -7,6 +7,7 @@ tokens and in how many positions they sample; everything after the forward pass 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +68,10 @@ class _Rows(NamedTuple):
     hidden: tuple[torch.Tensor, ...]  # [R, Q, D] each
 
 
+def _unheard(part: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Iteration:
     """What is fixed for every step of an engine."""
@@ -78,6 +83,7 @@ class Iteration:
     paging: Paging
     vocab_size: int
     explains: bool = False  # output rows of decode steps end with `explain.rejection`
+    part: Callable[[str], None] = _unheard  # told the name of each part of a step as it begins
 
     @property
     def max_draft(self) -> int:
@@ -87,11 +93,13 @@ class Iteration:
     def decode(self, inputs: DecodeInputs, num_draft: int, num_draft_next: int, sampler: str) -> StepTensors:
         """R rows of exactly 1 + `num_draft` positions, and `num_draft_next` drafts for the next step -> output rows
         `[R, OUTPUT_HEADER + 1 + max_draft]` (int32), if acceptance is to be explained with REJECTION more columns."""
+        self.part("correct")
         tokens, known, computed = self._correct(inputs.row_slots, num_draft)
         legal = (tokens >= 0) & (tokens < self.vocab_size)
         tokens = tokens.clamp(0, self.vocab_size - 1)  # an id that went wrong must not reach an index
         positions = computed.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         paged = self.paging.decode_inputs(inputs.block_tables, positions)
+        self.part("forward")
         self.attention.prepare(paged)
         logits, hidden = self.model.forward(tokens, positions, paged, 0, self.drafter.hidden_layers)
         rows = _Rows(inputs.row_slots, inputs.block_tables, computed, tokens[:, 1:], known, legal, hidden)
@@ -154,6 +162,7 @@ class Iteration:
 
     def _finish(self, logits: torch.Tensor, rows: _Rows, num_draft_next: int, sampler: str) -> StepTensors:
         """Verify, update the slots, draft the next step, and pack the output rows."""
+        self.part("verify")
         state, kind, slots, computed = self.state, kind_parts(sampler), rows.slots, rows.computed
         num_verified = rows.drafts.shape[1]
         offsets = torch.arange(num_verified + 1, device=slots.device)
@@ -171,10 +180,12 @@ class Iteration:
             num_valid = state.num_valid.index_select(0, slots)
             why = [rejection(processed, rows.drafts, verdict, num_valid, row_sampler)]
 
+        self.part("update")
         newest = (computed + verdict.num_emitted).clamp(max=self.paging.max_model_len)
         state.history.index_put_((slots.unsqueeze(1), places), verdict.emitted)
         state.computed.index_copy_(0, slots, newest)
         state.last_token.index_copy_(0, slots, verdict.newest)
+        self.part("draft")
         if num_draft_next:
             known = DraftInputs(
                 slots=slots,
@@ -193,6 +204,7 @@ class Iteration:
             state.num_valid.index_copy_(0, slots, proposed.num_valid)
         elif self.max_draft:
             state.num_valid.index_fill_(0, slots, 0)
+        self.part("output")
         self._reset_scratch_slot()
 
         healthy = torch.isfinite(logits.amax(dim=-1)) & rows.legal

@@ -1,97 +1,112 @@
-"""Time of the attention op of one layer against the true lengths, on the torch reference or a FlashInfer backend.
+"""Attention of one layer alone: time against true lengths, rows and 1 + k, per backend.
 
-    python tools/bench_attention.py --lengths 64 512 4096 --capacity 8192 --rows 1 8 --num-draft 3
+    python tools/bench_attention.py --lengths 64 512 4096 --capacity 8192 --rows 1 8 --num-draft 0 3
+    python tools/bench_attention.py --backends reference flashinfer_xqa flashinfer_fa2 --plot attention.png
 
-Cost has to follow `lengths`, not `capacity`, the tokens that the block tables could hold. Medians, one JSON line each.
+Every time is that of a replay of one captured graph per backend, rows and k, which serves all lengths; backends and
+lengths take turns, so that drift of the machine meets all of them alike. Cost has to follow `lengths`, not `capacity`,
+the tokens that the block tables could hold. `x light` is the time over that of reading the K and V of the true lengths
+at the bandwidth of the memory, or of the two products at the machine's matrix rate, whichever is later (see
+speed_of_light.py); what fits into a cache may be faster than that.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from bench_common import provenance
+from attention_step import AttentionStep
+from bench_common import Output, dtype_of, parser_for, progress, run
+from bench_plot import plot_lines
+from speed_of_light import Work, measured_rates, seconds_of
 
-from attention import AttentionShape, AttentionSpec, AttnInputs, Bucket, KVLayout, allocate_kv_cache, create_backend
+from attention import AttentionShape, AttentionSpec, create_backend
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COLUMNS = {
+    "backend": "backend", "rows": "rows", "num_draft": "k", "length": "length", "us": "us", "us_p90": "p90 us",
+    "vs_first": "x first", "gb_per_s": "KV GB/s", "light_us": "bound us", "vs_light": "x light",
+}  # fmt: skip
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="reference")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on the CPU, bfloat16 on a GPU")
+def shape_of(args: argparse.Namespace) -> AttentionShape:
+    spec = AttentionSpec(args.head_dim**-0.5)
+    width = -(-args.capacity // args.page_size)
+    device = torch.device(args.device)
+    return AttentionShape(
+        args.heads, args.kv_heads, args.head_dim, args.page_size, width, dtype_of(args), device, (spec,)
+    )
+
+
+def attention_work(shape: AttentionShape, rows: int, query_len: int, length: int) -> Work:
+    """What attention over `length` tokens per row must move and compute."""
+    pairs = rows * query_len * (length - (query_len - 1) / 2)
+    kv = 2 * rows * length * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    return Work(kv_bytes=kv, operations=int(4 * shape.num_heads * shape.head_dim * pairs))
+
+
+def measure(args: argparse.Namespace, shape: AttentionShape, rows: int, query_len: int) -> dict[tuple[str, int], Any]:
+    """(backend, length) -> seconds of its replays, for every backend and length in turns."""
+    steps = {name: AttentionStep(shape, create_backend(name, shape), rows, query_len) for name in args.backends}
+    taken: dict[tuple[str, int], list[float]] = {(name, length): [] for length in args.lengths for name in steps}
+    warm_ups = 2
+    for turn in range(warm_ups + args.repeats):
+        for name, length in taken:
+            steps[name].set_lengths(torch.full((rows,), length))
+            seconds = seconds_of(steps[name].graph.replay, shape.device, 1)
+            if turn >= warm_ups:
+                taken[name, length].append(seconds)
+    return taken
+
+
+def work(args: argparse.Namespace) -> None:
+    longest, shortest = max(args.lengths), min(args.lengths)
+    if longest > args.capacity or shortest <= max(args.num_draft):
+        raise ValueError(f"lengths must lie between 1 + num-draft and the capacity of {args.capacity}")
+    shape, rates = shape_of(args), measured_rates(args.device, dtype_of(args))
+    for name in args.backends:
+        create_backend(name, shape)  # an unknown one is refused before anything is measured
+    output = Output("bench_attention", args, shape.dtype, COLUMNS)
+    output.heading()
+    series: dict[str, list[tuple[float, float]]] = {}
+    bounds: dict[str, list[tuple[float, float]]] = {}
+    cases = [(rows, k) for rows in args.rows for k in args.num_draft]
+    with torch.no_grad(), progress(len(cases), "shapes") as bar:
+        for rows, k in cases:
+            taken = measure(args, shape, rows, 1 + k)
+            for (name, length), times in taken.items():
+                seconds, needed = statistics.median(times), attention_work(shape, rows, 1 + k, length)
+                light = rates.seconds(needed)
+                ratios = [a / b for a, b in zip(times, taken[args.backends[0], length], strict=True)]
+                config = {"backend": name, "rows": rows, "num_draft": k, "length": length}
+                found = {
+                    "us": 1e6 * seconds, "us_p90": 1e6 * statistics.quantiles(times, n=10)[8],
+                    "vs_first": statistics.median(ratios), "gb_per_s": needed.kv_bytes / seconds / 1e9,
+                    "light_us": 1e6 * light, "vs_light": seconds / light,
+                }  # fmt: skip
+                output.line(config, found)
+                label = f"{name}, {rows} x {1 + k}"
+                series.setdefault(label, []).append((length, 1e6 * seconds))
+                bounds.setdefault(label, []).append((length, 1e6 * light))
+            bar.update()
+    plot_lines(args.plot, "Attention of one layer, and its bound (dashed)", "tokens per row", "us", series, bounds)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__, model=False)
+    parser.add_argument("--backends", nargs="+", default=["reference"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--capacity", type=int, default=8192, help="tokens a row's block table holds")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--num-draft", type=int, default=3)
+    parser.add_argument("--num-draft", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--heads", type=int, default=9)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=20)
-    return parser.parse_args(arguments)
-
-
-def shape_of(args: argparse.Namespace) -> AttentionShape:
-    device = torch.device(args.device)
-    dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
-    spec = AttentionSpec(args.head_dim**-0.5)
-    width = -(-args.capacity // args.page_size)
-    return AttentionShape(args.heads, args.kv_heads, args.head_dim, args.page_size, width, dtype, device, (spec,))
-
-
-def measure(args: argparse.Namespace, shape: AttentionShape, rows: int) -> list[tuple[int, float]]:
-    """(length, seconds) for every length; one backend, planned once, serves them all."""
-    query_len, device, width = 1 + args.num_draft, shape.device, shape.table_width
-    tables = torch.randperm(rows * width, device=device).view(rows, width).to(torch.int32)
-    layout = KVLayout(1, rows * width, shape.page_size, shape.num_kv_heads, shape.head_dim, shape.dtype)
-    cache = allocate_kv_cache(layout, device)[0].normal_()
-    backend = create_backend(args.backend, shape)
-    backend.plan([Bucket(rows, query_len)], tables)
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * query_len
-    query = torch.randn(rows, shape.num_heads, query_len, shape.head_dim, dtype=shape.dtype, device=device)
-    new = torch.randn(rows, shape.num_kv_heads, query_len, shape.head_dim, dtype=shape.dtype, device=device)
-
-    def step(length: int) -> float:
-        lens = torch.full((rows,), length, dtype=torch.int32, device=device)
-        places = torch.arange(length - query_len, length, device=device)
-        slots = tables[:, places // shape.page_size].long() * shape.page_size + places % shape.page_size
-        inputs = AttnInputs(tables, lens, starts, slots.flatten(), query_len)
-        backend.prepare(inputs)
-        synchronize(device)
-        started = time.perf_counter()
-        backend.attend(query, new, new, cache, inputs, shape.specs[0])
-        synchronize(device)
-        return time.perf_counter() - started
-
-    times: dict[int, list[float]] = {length: [] for length in args.lengths}
-    for _ in range(2 + args.repeats):  # lengths take turns, so that drift of the machine meets all alike
-        for length in args.lengths:
-            times[length].append(step(length))
-    return [(length, statistics.median(taken[2:])) for length, taken in times.items()]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    longest, shortest = max(args.lengths), min(args.lengths)
-    if longest > args.capacity or shortest <= args.num_draft:
-        raise SystemExit(f"lengths must lie between 1 + num-draft and the capacity of {args.capacity}")
-    with torch.no_grad():
-        for rows in args.rows:
-            for length, seconds in measure(args, shape_of(args), rows):
-                config = {"backend": args.backend, "rows": rows, "num_draft": args.num_draft, "length": length}
-                line = {"tool": "bench_attention", **provenance(args.device), "config": config, "seconds": seconds}
-                print(json.dumps(line), flush=True)
+    parser.add_argument("--repeats", type=int, default=20, help="replays of each, at least 2")
+    run("bench_attention", parser, work, arguments)
 
 
 if __name__ == "__main__":

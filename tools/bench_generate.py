@@ -3,123 +3,61 @@
     python tools/bench_generate.py --prompts-file mt_bench.jsonl --num-prompts 16 --concurrency 8 --ab depth=0,1
     python tools/bench_generate.py --ab num_speculative_tokens=0,3,5 --rounds 3 --json
 
-As many requests as `--concurrency` are in the engine at any time; the next one arrives when one ends. Every variant has
-an engine and a copy of the model of its own, is warmed up, and takes its turn in every round, so drift of the machine
-meets all of them alike. Ratios are to the first variant in the same round.
+Every variant has an engine of its own on the same weights, is warmed up, and takes its turn in every round, so drift of
+the machine meets all of them alike. Ratios are to the first variant in the same round, their median and their extremes.
+What TTFT, TPOT and ITL are stands in serving_load.py.
 
-    TTFT   time to first token, from arrival, seconds
-    TPOT   time per output token after the first: (last - first) / (tokens - 1), per request
-    ITL    time between two outputs of a request, of one or more tokens each
+    vs_light             time of the run / the sum of the bounds of its launches, see speed_of_light.py
+    light_tokens_per_s   what that bound would give, with this acceptance
+    device_idle_share    of the device's time, spent waiting for the host
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import transformers
-from bench_common import provenance
-from transformers import AutoTokenizer
+from bench_common import Output, load, load_tokenizer, on_same_weights, parser_for, percentile, progress, run
+from bench_common import side_by_side as table
+from bench_plot import plot_bars
+from serving_load import Served, capture_graphs, serve
+from speed_of_light import StepBound, measured_rates
 
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.builtin_model import NAME
-from graphspec.config import DTYPES, resolve_device
-from graphspec.model import load_module, model_path
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
 
 Setting = dict[str, Any]
 
 
-@dataclass
-class Served:
-    """What one run of the load gave."""
-
-    seconds: float
-    token_ids: list[list[int]]
-    ttft: list[float] = field(default_factory=list)
-    tpot: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-    counts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.token_ids)) / self.seconds
-
-
-def serve(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int) -> Served:
-    """Run the load once, closed loop."""
-    before, started = totals(engine), time.perf_counter()
-    waiting, order = list(prompts), []
-    arrived: dict[str, float] = {}
-    times: dict[str, list[float]] = {}
-    tokens: dict[str, list[int]] = {}
-    running = 0
-    while waiting or running:
-        while waiting and running < concurrency:
-            request_id = engine.add_request(waiting.pop(0), params)
-            arrived[request_id] = time.perf_counter()
-            times[request_id], tokens[request_id] = [], []
-            order.append(request_id)
-            running += 1
-        for output in engine.step():
-            running -= output.finished
-            if output.new_token_ids:
-                times[output.request_id].append(time.perf_counter())
-                tokens[output.request_id] += output.new_token_ids
-    served = Served(time.perf_counter() - started, [tokens[i] for i in order])
-    engine.drain()
-    for i in order:
-        served.ttft.append(times[i][0] - arrived[i])
-        served.itl += [b - a for a, b in zip(times[i], times[i][1:], strict=False)]
-        if len(tokens[i]) > 1:
-            served.tpot.append((times[i][-1] - times[i][0]) / (len(tokens[i]) - 1))
-    served.counts = {name: value - before[name] for name, value in totals(engine).items()}
-    engine.reset_prefix_cache()
-    return served
-
-
-def totals(engine: Engine) -> dict[str, float]:
-    stats, times = engine.stats(), engine._times
-    return {
-        "num_drafts": stats.num_drafts,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "wasted_positions": stats.wasted_positions,
-        "off_graph_decode_steps": stats.off_graph_decode_steps,
-        "busy": times.total_busy,
-        "idle": times.total_idle,
-    }
-
-
-def summary(runs: Sequence[Served], first: Sequence[Served]) -> dict[str, Any]:
+def summary(runs: Sequence[Served], first: Sequence[Served], bound: StepBound) -> dict[str, Any]:
     """Medians over rounds, and ratios to the first variant round by round."""
     counts = {name: sum(run.counts[name] for run in runs) for name in runs[0].counts}
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(runs, first, strict=True)]
-
-    def quantile(name: str, share: int) -> float:
-        values = sorted(value for run in runs for value in getattr(run, name))
-        return values[min(len(values) - 1, len(values) * share // 100)] if values else 0.0
-
+    lights = [sum(bound.launch_seconds(*launch) for launch in run.launches) for run in runs]
     drafts, device = counts["num_drafts"], counts["busy"] + counts["idle"]
+    times = {
+        f"{name}_p{share}_ms": 1e3 * percentile([value for run in runs for value in getattr(run, name)], share)
+        for name in ("ttft", "tpot", "itl")
+        for share in (50, 90, 99)
+    }
     return {
         "tokens_per_s": statistics.median(run.tokens_per_second for run in runs),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "same_tokens": all(a.token_ids == b.token_ids for a, b in zip(runs, first, strict=True)),
-        **{
-            f"{name}_p{share}_ms": 1e3 * quantile(name, share) for name in ("ttft", "tpot", "itl") for share in (50, 99)
-        },
+        **times,
         "mean_acceptance_length": 1 + counts["num_accepted_tokens"] / drafts if drafts else 1.0,
+        "draft_acceptance_rate": counts["num_accepted_tokens"] / max(1, counts["num_draft_tokens"]),
         "wasted_positions": int(counts["wasted_positions"]),
         "off_graph_decode_steps": int(counts["off_graph_decode_steps"]),
         "device_idle_share": counts["idle"] / device if device else 0.0,
+        "vs_light": statistics.median(run.seconds / light for run, light in zip(runs, lights, strict=True)),
+        "light_tokens_per_s": statistics.median(r.num_tokens / light for r, light in zip(runs, lights, strict=True)),
     }
 
 
@@ -141,27 +79,58 @@ def _value(text: str) -> Any:
 
 
 def build(args: argparse.Namespace, module: Any, tokenizer: Any, setting: Setting) -> Engine:
-    """A warmed-up engine: every row count of the kind the load uses has its graph."""
+    """A warmed-up engine."""
     own: Setting = {"num_speculative_tokens": args.num_speculative_tokens, "depth": args.depth, **setting}
     if own["num_speculative_tokens"] == 0:
         own["drafter"] = "none"
     config = EngineConfig(max_num_seqs=args.concurrency, max_model_len=args.max_model_len, **own)
-    engine = Engine(module, tokenizer, config)
-    step, sampler = engine._runner.decode_step, "plain" if args.temperature else "greedy"
-    if not engine.config.user.enforce_eager:
-        keys = [key for key in engine._runner.graph_plan.all_keys() if key.sampler == sampler and key not in step.store]
-
-        def capture() -> None:
-            for key in keys:
-                step.capture(key)
-
-        engine._runner.on_stream(capture)
+    engine = Engine(on_same_weights(module), tokenizer, config)
+    capture_graphs(engine, "plain" if args.temperature else "greedy")
     return engine
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=NAME)
+def encode(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of prompts, through the chat template where there is one."""
+    chat = engine.has_chat_template
+    return [engine.encode([{"role": "user", "content": text}] if chat else text) for text in texts]
+
+
+def measure(args: argparse.Namespace, engines: Sequence[Engine]) -> list[list[Served]]:
+    """Runs of every engine, in turns; the first turn, a short one, warms up and is not kept."""
+    prompts = encode(engines[0], read_prompts(args.prompts_file, args.num_prompts))
+    runs: list[list[Served]] = [[] for _ in engines]
+    with progress(args.rounds * len(engines) * len(prompts), "requests") as bar:
+        for engine in engines:
+            serve(engine, prompts[: args.concurrency], SamplingParams(max_tokens=4), args.concurrency)
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1)
+        for _ in range(args.rounds):
+            for engine, mine in zip(engines, runs, strict=True):
+                mine.append(serve(engine, prompts, params, args.concurrency, bar.update))
+    return runs
+
+
+def work(args: argparse.Namespace) -> None:
+    name, settings = variants(args.ab)
+    module, tokenizer = load(args), load_tokenizer(args.model)
+    dtype = next(module.parameters()).dtype
+    bound = StepBound(measured_rates(args.device, dtype), module)
+    engines: list[Engine] = []
+    try:
+        engines += (build(args, module, tokenizer, setting) for setting in settings)
+        runs = measure(args, engines)
+    finally:
+        for engine in engines:
+            engine.close()
+    found = [summary(mine, runs[0], bound) for mine in runs]
+    labels = [f"{name} = {setting[name]}" if name else "median" for setting in settings]
+    output = Output("bench_generate", args, dtype, {})
+    output.table(table(labels, found), list(zip(settings, found, strict=True)))
+    bars = {label: {"tokens/s": r["tokens_per_s"]} for label, r in zip(labels, found, strict=True)}
+    plot_bars(args.plot, f"{args.num_prompts} prompts, {args.concurrency} at once", "output tokens per second", bars)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
     parser.add_argument("--prompts-file", type=Path, default=BUILTIN_PROMPTS, help="text lines, or MT-bench jsonl")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8)
@@ -170,45 +139,9 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--max-model-len", type=int, help="default: the model's limit")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--ab", help="a field of EngineConfig and its values, such as depth=0,1")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
-    args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    name, settings = variants(args.ab)
-    device = resolve_device(args.device)
-    module = load_module(args.model, DTYPES.get(args.dtype), device)
-    tokenizer = AutoTokenizer.from_pretrained(model_path(args.model))
-    engines = [build(args, copy.deepcopy(module), tokenizer, setting) for setting in settings]
-    texts = read_prompts(args.prompts_file, args.num_prompts)
-    chat = engines[0].has_chat_template
-    prompts = [engines[0].encode([{"role": "user", "content": t}] if chat else t) for t in texts]
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1)
-    runs: list[list[Served]] = [[] for _ in settings]
-    for _ in range(args.rounds):
-        for engine, mine in zip(engines, runs, strict=True):
-            mine.append(serve(engine, prompts, params, args.concurrency))
-    for engine in engines:
-        engine.close()
-    show(args, name, settings, runs, device.type)
-
-
-def show(args: argparse.Namespace, name: str, settings: list[Setting], runs: list[list[Served]], device: str) -> None:
-    found = [summary(mine, runs[0]) for mine in runs]
-    if args.json:
-        config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        for setting, result in zip(settings, found, strict=True):
-            line = {"tool": "bench_generate", **provenance(device), "config": {**config, **setting}, **result}
-            print(json.dumps(line), flush=True)
-        return
-    labels = [f"{name} = {setting[name]}" if name else "" for setting in settings]
-    print(f"{'':<26}" + "".join(f"{label:>28}" for label in labels))
-    for key in found[0]:
-        cells = [f"{r[key]:.4g}" if isinstance(r[key], float) else str(r[key]) for r in found]
-        print(f"{key:<26}" + "".join(f"{cell:>28}" for cell in cells))
+    run("bench_generate", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def main() -> None:
                 config = {"requests": requests, "num_draft": k, "prompt_tokens": prompt, "steps": args.steps}
                 if args.json:
                     print(
-                        json.dumps({"tool": "bench_scheduler", **provenance("cpu"), "config": config, **row}),
+                        json.dumps({"tool": "bench_scheduler", **provenance("cpu", None), "config": config, **row}),
                         flush=True,
                     )
                 else:

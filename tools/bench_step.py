@@ -1,164 +1,268 @@
-"""Device and host time of one decode step, per rows, k, sampler and depth, variants interleaved in one process.
+"""One decode step taken apart, swept over rows, k, context, depth, sampler and how it is run.
 
+    python tools/bench_step.py --rows 1 8 --num-draft 0 5 --depth 0 1
+    python tools/bench_step.py --modes graph eager compiled --context 128 2048 --plot step.png
     python tools/bench_step.py --rows 1 8 --num-draft 0 5 --samplers greedy plain bounded sorted
     python tools/bench_step.py --overhead --max-num-seqs 64
 
-Times are medians over steps that hold decode rows only. `vs first` compares with the first sampler at the same rows and
-k; since variants take turns, drift of the machine meets all of them alike.
+Steps hold decode rows only. Drafts are made as by n-grams and a fixed number of them is accepted (`--accepted`, by
+default half), which separates the cost of the engine from the quality of a drafter. All variants live in one process on
+the same weights and take turns in every round, so drift of the machine meets all of them alike.
+
+    device ms     device computing one launch: events on CUDA, the stream's own timestamps on the CPU
+    x first       the same, against the first variant with these rows and this context, median over rounds
+    stretch       the same, against depth 0: on the CPU host and device share the cores and the interpreter
+    idle %        share of the device's time spent waiting for the host
+    host us       host work of one `Engine.step`, the wait for the device left out
+    x light, x plain light    see speed_of_light.py
+
+Below, where the time goes: median / p90 / p99 of every part, measured in steps of their own (how: step_parts.py). The
+line "total of the parts" beside "the real step" says what taking it apart costs. Both are of depth 0 for the device.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-import transformers
-from bench_common import params_for, provenance, step_until_all_decode
+from bench_common import (
+    Output,
+    load,
+    load_tokenizer,
+    on_same_weights,
+    params_for,
+    parser_for,
+    percentile,
+    progress,
+    run,
+    side_by_side,
+)
+from bench_plot import plot_bars
+from decode_load import Turn, decoding, prompts_of, set_depth, timed_steps, tokens_needed
+from replay_overhead import show_overhead
+from speed_of_light import StepBound, measured_rates
+from step_parts import DeviceClock, HostClock, Parts
 
 from graphspec import Engine, EngineConfig
-from graphspec.builtin_model import NAME
-from graphspec.sampling import BASES, SAMPLERS
-from graphspec.step import DecodeRows
+from graphspec.sampling import SAMPLERS
+
+MODES: dict[str, dict[str, Any]] = {
+    "graph": {"compile": False},
+    "eager": {"enforce_eager": True, "compile": False},
+    "compiled": {"compile": True},
+}
+
+COLUMNS = {
+    "mode": "mode", "depth": "depth", "num_draft": "k", "rows": "rows", "context": "context", "sampler": "sampler",
+    "device_ms": "device ms", "vs_first": "x first", "stretch": "stretch", "idle_percent": "idle %",
+    "host_us": "host us", "emitted": "emitted", "token_ms": "ms/token", "vs_light": "x light",
+    "token_vs_plain_light": "x plain light",
+}  # fmt: skip
+
+BESIDE = 4  # variants whose parts are shown side by side
 
 
-def measure(engine: Engine, rows: int, sampler: str, context: int, steps: int) -> tuple[list[float], list[float]]:
-    """Device and host seconds of `steps` steps of `rows` requests that all decode."""
-    k = engine.config.num_draft
-    params = params_for(sampler, max_tokens=(steps + 4) * (1 + k), ignore_eos=True, seed=1)
-    ids = [engine.add_request([100 + (7 * i + j) % 900 for j in range(context)], params) for i in range(rows)]
-    step_until_all_decode(engine)
-    engine.step()
-    device, host = engine._times.busy, engine._times.host
-    device.clear()
-    host.clear()
-    for _ in range(steps):
-        engine.step()
-    result = list(device), list(host)
-    for request_id in ids:
-        engine.abort(request_id)
-    while engine.has_unfinished_requests():
-        engine.step()
-    engine.drain()
-    engine.reset_prefix_cache()
-    return result
+class Case(NamedTuple):
+    """One variant of the step."""
+
+    rows: int
+    context: int
+    mode: str
+    num_draft: int
+    sampler: str
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode} d{self.depth} {self.rows}x{1 + self.num_draft} {self.sampler} @{self.context}"
 
 
-def overhead(engine: Engine, batch: int, repeats: int = 300) -> dict[str, float]:
-    """Median host microseconds of one replay of the graph for `batch` rows, without its kernels."""
-    runner, k = engine._runner, engine.config.num_draft
-    step, key = runner.decode_step, runner.graph_plan.key(batch, k, k, "greedy")
-    slots = np.arange(batch)
-    table = np.zeros((batch, engine.config.table_width), np.int32)
-    rows = DecodeRows(slots, slots, slots, table, k, "greedy")
-    found: dict[str, float] = {}
+@dataclass
+class Series:
+    """What the turns of one case gave."""
 
-    def median(name: str, work: Callable[[], Any]) -> None:
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - started)
-        found[name] = 1e6 * statistics.median(times)
+    turns: list[Turn] = field(default_factory=list)
+    host: list[Parts] = field(default_factory=list)
+    device: list[Parts] = field(default_factory=list)
+    apart_from: list[float] = field(default_factory=list)  # device seconds of real steps at depth 0
 
-    def measure_all() -> None:
-        graph = step.capture(key)
-        staged = runner._ring.take()
-        median("staging_us", lambda: staged.fill_decode(rows, key.rows))
-        inputs = staged.fill_decode(rows, key.rows)
-        step.fill_with_padding()
-        median("copy_us", lambda: step.stage(inputs))
-        step.fill_with_padding()
-        if runner.device.type == "cpu":
-            output = graph.program.run()
-            graph.program.run = lambda: output  # type: ignore[method-assign]
-        median("lookup_and_launch_us", lambda: step.store.replay(key))
+    @property
+    def busy(self) -> list[float]:
+        return [seconds for turn in self.turns for seconds in turn.busy]
 
-    runner.on_stream(measure_all)
-    return {**found, "total_us": sum(found.values())}
+    @property
+    def medians(self) -> list[float]:
+        """Device seconds of a step, per round."""
+        return [statistics.median(turn.busy) for turn in self.turns]
 
 
-def show_overhead(args: argparse.Namespace) -> None:
-    """One line per bucket of the ladder."""
-    if not args.json:
-        print(f"{'rows':>5} {'k':>3} {'staging us':>11} {'copy us':>8} {'lookup + launch us':>19} {'total us':>9}")
-    for k in args.num_draft:
-        config = EngineConfig(num_speculative_tokens=k, max_num_seqs=args.max_num_seqs, max_model_len=2048)
-        with torch.no_grad(), Engine.from_pretrained(args.model, config) as engine:
-            for rows in engine._runner.graph_plan.ladder.rungs:
-                found = overhead(engine, rows)
-                if args.json:
-                    line = {"tool": "bench_step --overhead", **provenance(engine._runner.device.type)}
-                    setting = {"rows": rows, "num_draft": k, "max_num_seqs": args.max_num_seqs, "model": args.model}
-                    print(json.dumps({**line, "config": setting, **found}), flush=True)
-                else:
-                    print(f"{rows:>5} {k:>3} {found['staging_us']:>11.1f} {found['copy_us']:>8.1f} "
-                          f"{found['lookup_and_launch_us']:>19.1f} {found['total_us']:>9.1f}", flush=True)  # fmt: skip
+class Variant:
+    """An engine, and what takes its steps apart."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.device, self.host = engine, DeviceClock(engine), HostClock(engine)
+        self.vocab_size = engine._intake._facts.vocab_size
+
+    def turn(self, case: Case, steps: int, into: Series) -> None:
+        """Time steps as they are, then the host's parts, then, with nothing in flight, the device's."""
+        engine, apart = self.engine, max(2, steps // 2)
+        set_depth(engine, case.depth)
+        params = params_for(case.sampler, max_tokens=_room(case.num_draft, steps), ignore_eos=True, seed=1)
+        with decoding(engine, prompts_of(case.rows, case.context, self.vocab_size), params):
+            into.turns.append(timed_steps(engine, steps))
+            with self.host.attached():
+                timed_steps(engine, apart)
+            engine.drain()
+            set_depth(engine, 0)
+            into.apart_from += timed_steps(engine, apart).busy
+            with self.device.attached():
+                timed_steps(engine, 1 + apart)  # the first one may capture
+        into.host += self.host.steps
+        into.device += self.device.steps[1:]
+        self.host.steps, self.device.steps = [], []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=NAME)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--num-draft", type=int, nargs="+", default=[0, 5])
-    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(BASES))
-    parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=12, help="steps per turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
-    parser.add_argument("--overhead", action="store_true", help="host cost of a replay per bucket, without kernels")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="with --overhead: the largest bucket")
-    args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def _room(num_draft: int, steps: int) -> int:
+    return tokens_needed(num_draft, 3 * steps + 8)
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    swept = (args.rows, args.context, args.modes, args.num_draft, args.samplers, args.depth)
+    return [Case(*values) for values in itertools.product(*swept)]
+
+
+def variants(args: argparse.Namespace, module: Any) -> Iterator[tuple[tuple[str, int], Variant]]:
+    """An engine per mode and k: one serves every depth, batch, context and sampler."""
+    for mode, k in itertools.product(args.modes, args.num_draft):
+        drafts: dict[str, Any] = {"drafter": "none"}
+        if k:
+            accepted = k // 2 if args.accepted is None else min(k, args.accepted)
+            drafts = {"drafter": args.drafter, "forced_num_accepted": accepted if args.drafter == "forced" else 0}
+        config = EngineConfig(
+            num_speculative_tokens=k, depth=max(args.depth), max_num_seqs=max(args.rows), capture="lazy",
+            max_model_len=max(args.context) + _room(k, args.steps), attention_backend=args.attention_backend,
+            **drafts, **MODES[mode],
+        )  # fmt: skip
+        yield (mode, k), Variant(Engine(on_same_weights(module), load_tokenizer(args.model), config))
+
+
+def measure(args: argparse.Namespace, made: dict[tuple[str, int], Variant]) -> dict[Case, Series]:
+    """Every case takes a turn in every round; the first round, in which graphs are captured, is not kept."""
+    found = {case: Series() for case in cases(args)}
+    with progress((1 + args.rounds) * len(found), "turns") as bar:
+        for _ in range(1 + args.rounds):
+            if bar.n == len(found):
+                found = {case: Series() for case in found}
+            for case, series in found.items():
+                made[case.mode, case.num_draft].turn(case, args.steps, series)
+                bar.update()
+    return found
+
+
+def values(case: Case, found: dict[Case, Series], bound: StepBound) -> dict[str, Any]:
+    """The fields of one line."""
+    series = found[case]
+    busy, seconds = series.busy, statistics.median(series.busy)
+    first = next(series for other, series in found.items() if other[:2] == case[:2])
+    settled = found.get(case._replace(depth=0))
+    idle, host = ([s for turn in series.turns for s in getattr(turn, name)] for name in ("idle", "host"))
+    steps = len(series.turns[0].busy)
+    emitted = statistics.fmean(turn.emitted_per_row(case.rows) for turn in series.turns)
+    context = case.context + emitted * (2 + case.depth + steps / 2)
+    return {
+        "device_ms": 1e3 * seconds, "device_ms_p90": 1e3 * percentile(busy, 90),
+        "device_ms_p99": 1e3 * percentile(busy, 99), "vs_first": _ratio(series, first),
+        "stretch": None if settled is None else _ratio(series, settled),
+        "idle_us": 1e6 * statistics.median(idle), "idle_percent": 100 * sum(idle) / (sum(idle) + sum(busy)),
+        "host_us": 1e6 * statistics.median(host), "host_us_p99": 1e6 * percentile(host, 99),
+        "emitted": emitted, "token_ms": 1e3 * seconds / emitted,
+        **bound.ratios(seconds, case.rows, case.num_draft, context, emitted),
+        "parts": {"host": spread(series.host), "device": spread(series.device)},
+        "apart_ms": 1e3 * statistics.median(sum(parts.values()) for parts in series.device),
+        "apart_from_ms": 1e3 * statistics.median(series.apart_from),
+    }  # fmt: skip
+
+
+def _ratio(series: Series, other: Series) -> float:
+    return statistics.median(a / b for a, b in zip(series.medians, other.medians, strict=True))
+
+
+def spread(steps: Sequence[Parts]) -> dict[str, dict[str, float]]:
+    """Part -> median, p90 and p99 in microseconds."""
+    names = dict.fromkeys(name for parts in steps for name in parts)
+    found = {name: [1e6 * parts.get(name, 0.0) for parts in steps] for name in names}
+    return {
+        name: {"median_us": statistics.median(own), "p90_us": percentile(own, 90), "p99_us": percentile(own, 99)}
+        for name, own in found.items()
+    }
+
+
+def show_parts(output: Output, results: dict[Case, dict[str, Any]]) -> None:
+    every = list(results)
+    for some in (every[i : i + BESIDE] for i in range(0, len(every), BESIDE)):
+        columns = [parts_column(results[case]) for case in some]
+        names = dict.fromkeys(name for column in columns for name in column)
+        filled = [{name: column.get(name) for name in names} for column in columns]
+        output.text("\n" + "\n".join(side_by_side([case.name for case in some], filled)))
+
+
+def parts_column(result: dict[str, Any]) -> dict[str, str]:
+    """Lines of one variant in the table of parts, microseconds."""
+    column = {
+        f"{where}: {name}": " / ".join(f"{value:.0f}" for value in own.values())
+        for where, parts in result["parts"].items()
+        for name, own in parts.items()
+    }
+    column["device: total of the parts"] = f"{1e3 * result['apart_ms']:.0f}"
+    column["device: the real step"] = f"{1e3 * result['apart_from_ms']:.0f}"
+    column["device: idle before it"] = f"{result['idle_us']:.0f}"
+    return column
+
+
+def work(args: argparse.Namespace) -> None:
     if args.overhead:
         show_overhead(args)
         return
-    if not args.json:
-        print(f"{'rows':>5} {'k':>3} {'sampler':>27} {'device ms':>10} {'vs first':>9} {'host us':>8}")
-    for k in args.num_draft:
-        config = EngineConfig(
-            num_speculative_tokens=k, depth=args.depth, max_num_seqs=max(args.rows), max_model_len=2048,
-            dtype=args.dtype, enforce_eager=args.enforce_eager, compile=args.compile,
-        )  # fmt: skip
-        with Engine.from_pretrained(args.model, config) as engine:
-            for rows in args.rows:
-                times: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-                for sampler in args.samplers:
-                    measure(engine, rows, sampler, args.context, 3)  # captures the graph
-                for _ in range(args.rounds):
-                    for sampler in args.samplers:
-                        device, host = measure(engine, rows, sampler, args.context, args.steps)
-                        times[sampler][0].extend(device)
-                        times[sampler][1].extend(host)
-                first = statistics.median(times[args.samplers[0]][0])
-                for sampler, (device, host) in times.items():
-                    median = statistics.median(device)
-                    row = {
-                        "device_ms": 1e3 * median,
-                        "device_ms_p90": 1e3 * statistics.quantiles(device, n=10)[8],
-                        "vs_first": median / first,
-                        "host_us": 1e6 * statistics.median(host),
-                    }
-                    setting = {"rows": rows, "num_draft": k, "sampler": sampler, **vars(args), "model": args.model}
-                    if args.json:
-                        print(
-                            json.dumps({"tool": "bench_step", **provenance("cpu"), "config": setting, **row}),
-                            flush=True,
-                        )
-                    else:
-                        print(f"{rows:>5} {k:>3} {sampler:>27} {row['device_ms']:>10.2f} {row['vs_first']:>9.3f} "
-                              f"{row['host_us']:>8.0f}", flush=True)  # fmt: skip
+    module = load(args)
+    dtype = next(module.parameters()).dtype
+    bound = StepBound(measured_rates(args.device, dtype), module)
+    made: dict[tuple[str, int], Variant] = {}
+    try:
+        made.update(variants(args, module))
+        found = measure(args, made)
+    finally:
+        for variant in made.values():
+            variant.engine.close()
+    output = Output("bench_step", args, dtype, COLUMNS)
+    output.heading()
+    results = {case: values(case, found, bound) for case in found}
+    for case, result in results.items():
+        output.line(case._asdict(), result)
+    show_parts(output, results)
+    parts = {c.name: {n: own["median_us"] / 1e3 for n, own in r["parts"]["device"].items()} for c, r in results.items()}
+    plot_bars(args.plot, "Parts of a decode step on the device", "ms", parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num-draft", type=int, nargs="+", default=[0, 5])
+    parser.add_argument("--context", type=int, nargs="+", default=[128], help="tokens of each prompt")
+    parser.add_argument("--depth", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["graph"])
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=["greedy"])
+    parser.add_argument("--drafter", choices=("forced", "ngram"), default="forced")
+    parser.add_argument("--accepted", type=int, help="forced: drafts accepted per step; default: half of k")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--steps", type=int, default=12, help="steps per turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
+    parser.add_argument("--overhead", action="store_true", help="host cost of a replay per bucket, without kernels")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="with --overhead: the largest bucket")
+    run("bench_step", parser, work, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ named at the end. Exit code 1 if a check failed. `--tiny` runs everything on the
     attention   every backend against the float32 reference, lengths and inputs changed within one captured graph
     graph       decode steps on graphs against `enforce_eager`: equal tokens
     depth       scheduler one step ahead against synchronous, forced and n-gram drafts: equal tokens
-    step        time of a decode step, gap before its launch, share of the time that streaming the weights must take
+    step        time of a decode step, gap before its launch, ratio to the bound of speed_of_light.py
 """
 
 from __future__ import annotations
@@ -28,31 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_common import provenance, step_until_all_decode
+from attention_step import AttentionStep
+from bench_common import provenance
+from decode_load import decoding, timed_steps, tokens_needed
+from speed_of_light import Rates, StepBound, measured_rates, seconds_of
 from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attention import (
-    AttentionBackend,
-    AttentionShape,
-    AttentionSpec,
-    AttnInputs,
-    Bucket,
-    KVLayout,
-    Machine,
-    ReferenceBackend,
-    allocate_kv_cache,
-    create_backend,
-)
+from attention import AttentionShape, AttentionSpec, Machine, create_backend
 from attention.flashinfer_guards import NAMES, missing, unsupported
-from graphs import CapturedGraph, PersistentBuffers, capture
-from graphs import create_backend as create_graphs
 from graphspec import Engine, EngineConfig, SamplingParams
 
 # Largest error of a bfloat16 attention output, as a share of the largest value: four units in the last place.
 MAX_ERROR = 2.0**-6
 LENGTH_SETS = 6  # replays of one graph with new lengths and new inputs
+PROMPT = 32  # tokens before the decode steps that are timed
 
 MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
@@ -95,11 +86,11 @@ Row = dict[str, Any]
 class Report:
     """Lines as they are measured, and what failed or was not reached."""
 
-    def __init__(self, out: Path, budget: float, device: str) -> None:
+    def __init__(self, out: Path, budget: float, device: str, dtype: torch.dtype) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._budget, self._started = out, budget, time.perf_counter()
         self._file = (out / "rows.jsonl").open("w", encoding="utf-8")
-        self._provenance = provenance(device)
+        self._provenance = provenance(device, dtype)
         self.rows: list[Row] = []
         self.skipped: list[str] = []
 
@@ -143,35 +134,6 @@ def _brief(row: Row) -> str:
     ).replace("|", "/")
 
 
-# Memory.
-
-
-def read_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second at which the device reads: the best of five sums over a large tensor."""
-    data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    data.sum()
-    best = float("inf")
-    for _ in range(5):
-        best = min(best, seconds_of(data.sum, device, 3))
-    return num_bytes / best
-
-
-def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Seconds of one call, on the device."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        return (time.perf_counter() - started) / repeats
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3 / repeats
-
-
 # Attention.
 
 
@@ -186,57 +148,9 @@ def attention_shape(plan: Plan, name: str, page_size: int = 16) -> AttentionShap
     )
 
 
-class AttentionStep:
-    """Attention of one layer as a captured graph over static inputs that are filled anew before every replay."""
-
-    def __init__(self, shape: AttentionShape, backend: AttentionBackend, rows: int, query_len: int) -> None:
-        self.shape, self.rows, self.query_len, device = shape, rows, query_len, shape.device
-        width = shape.table_width
-        layout = KVLayout(1, rows * width, shape.page_size, shape.num_kv_heads, shape.head_dim, shape.dtype)
-        self.kv_cache = allocate_kv_cache(layout, device)[0]
-        self.tables = torch.randperm(rows * width, device=device).view(rows, width).to(torch.int32)
-        self.seq_lens = torch.full((rows,), query_len, dtype=torch.int32, device=device)
-        self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * query_len
-        self.query = torch.zeros(rows, shape.num_heads, query_len, shape.head_dim, dtype=shape.dtype, device=device)
-        self.key, self.value = (
-            torch.zeros(rows, shape.num_kv_heads, query_len, shape.head_dim, dtype=shape.dtype, device=device)
-            for _ in range(2)
-        )
-        backend.plan([Bucket(rows, query_len)], self.tables)
-        buffers = PersistentBuffers()
-        for field in ("kv_cache", "tables", "seq_lens", "starts", "query", "key", "value"):
-            buffers.add(field, getattr(self, field), writer="check")
-        for field, tensor in backend.buffers().items():
-            buffers.add(field, tensor, writer="check")
-        self.fill(query_len)
-        run = partial(self.attend, backend, self.query, self.key, self.value, self.kv_cache)
-        self.graph: CapturedGraph = capture(run, buffers, key=(rows, query_len), backend=create_graphs(device))
-
-    def fill(self, longest: int) -> None:
-        """New lengths up to `longest`, new contents."""
-        self.seq_lens.copy_(torch.randint(self.query_len, longest + 1, (self.rows,)))
-        self.seq_lens[0] = longest
-        for tensor in (self.kv_cache, self.query, self.key, self.value):
-            tensor.normal_()
-
-    def attend(
-        self, backend: AttentionBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor
-    ) -> torch.Tensor:
-        size = self.shape.page_size
-        positions = self.seq_lens.unsqueeze(1) - self.query_len + torch.arange(self.query_len, device=kv.device)
-        places = self.tables.gather(1, positions // size).to(torch.int64) * size + positions % size
-        inputs = AttnInputs(self.tables, self.seq_lens, self.starts, places.flatten(), self.query_len)
-        backend.prepare(inputs)
-        return backend.attend(query, key, value, kv, inputs, self.shape.specs[0])
-
-    def error(self, longest: int) -> float:
-        """Largest error of a replay on new inputs, as a share of the largest value; NaN if anything is NaN."""
-        self.fill(longest)
-        exact = [t.float() for t in (self.query, self.key, self.value, self.kv_cache)]
-        expected = self.attend(ReferenceBackend(), *exact)
-        out = self.graph.replay()
-        assert isinstance(out, torch.Tensor)
-        return float((out.float() - expected).abs().max() / expected.abs().max())
+def machine(rates: Rates) -> Row:
+    found = {"read_gb_per_s": rates.bytes_per_s / 1e9, "gflop_per_s": rates.operations_per_s / 1e9}
+    return {"ok": True, **found, "flashinfer": missing() or "found"}
 
 
 def check_attention(plan: Plan, model: str, name: str, rows: int, query_len: int) -> Row:
@@ -244,7 +158,7 @@ def check_attention(plan: Plan, model: str, name: str, rows: int, query_len: int
     step = AttentionStep(shape, create_backend(name, shape), rows, query_len)
     longest = plan.max_model_len
     errors = [step.error(max(query_len, longest * (i + 1) // LENGTH_SETS)) for i in range(LENGTH_SETS)]
-    step.seq_lens.fill_(longest)
+    step.set_lengths(torch.full((rows,), longest))
     seconds = seconds_of(step.graph.replay, plan.device, plan.steps)
     kv_bytes = 2 * rows * longest * shape.num_kv_heads * shape.head_dim * plan.dtype.itemsize
     worst = max(errors, key=lambda e: e if e == e else float("inf"))
@@ -305,13 +219,6 @@ class RandomModels:
             self._name, self._module = name, module.eval().requires_grad_(False)
         return self._module
 
-    def num_bytes(self, name: str) -> int:
-        """Weights that a decode step reads: all but an input embedding of its own, which is only gathered from."""
-        module = self(name)
-        total = sum(p.numel() * p.element_size() for p in module.parameters())
-        embedding = module.get_input_embeddings().weight  # type: ignore[operator]
-        return total if MODELS[name]["tie_word_embeddings"] else total - embedding.numel() * embedding.element_size()
-
 
 def engine(models: RandomModels, plan: Plan, model: str, k: int, **config: Any) -> Engine:
     settings: dict[str, Any] = {
@@ -356,28 +263,19 @@ def check_depth(models: RandomModels, plan: Plan, model: str, drafter: dict[str,
     return {"ok": same == rows and off_graph == 0, "same_texts": f"{same} of {rows}", "off_graph": off_graph}
 
 
-def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, bandwidth: float, **config: Any) -> Row:
+def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, rates: Rates, **config: Any) -> Row:
     """Medians over steps in which `rows` requests decode."""
     drafter = {"drafter": "forced", "forced_num_accepted": k // 2} if k else {}
     with engine(models, plan, model, k, depth=1, **drafter, **config) as made:
-        params = SamplingParams(max_tokens=(plan.steps + 12) * (1 + k), ignore_eos=True)
-        for prompt in prompts(plan, model, rows, 32):
-            made.add_request(prompt, params)
-        step_until_all_decode(made)
-        for _ in range(4):  # captures, and lets the pipeline fill
-            made.step()
-        busy, idle = made._times.busy, made._times.idle
-        busy.clear()
-        idle.clear()
-        for _ in range(plan.steps):
-            made.step()
-        seconds, gap = statistics.median(busy), statistics.median(idle)
-        host = statistics.median(list(made._times.host)[-plan.steps :])
-        kernels = kernels_per_step(made) if plan.device.type == "cuda" else None
-    streaming = models.num_bytes(model) / bandwidth
+        params = SamplingParams(max_tokens=tokens_needed(k, plan.steps + 4), ignore_eos=True)
+        with decoding(made, prompts(plan, model, rows, PROMPT), params):
+            turn = timed_steps(made, plan.steps)
+            kernels = kernels_per_step(made) if plan.device.type == "cuda" else None
+    seconds, emitted = statistics.median(turn.busy), turn.emitted_per_row(rows)
+    ratios = StepBound(rates, models(model)).ratios(seconds, rows, k, PROMPT + plan.steps * emitted / 2, emitted)
     return {
-        "ok": True, "ms": 1e3 * seconds, "vs_streaming": seconds / streaming, "gap_us": 1e6 * gap,
-        "host_us": 1e6 * host, "kernels": kernels,
+        "ok": True, "ms": 1e3 * seconds, **ratios, "gap_us": 1e6 * statistics.median(turn.idle),
+        "host_us": 1e6 * statistics.median(turn.host), "kernels": kernels,
     }  # fmt: skip
 
 
@@ -394,7 +292,7 @@ def kernels_per_step(made: Engine) -> float:
 # The order of checks.
 
 
-def checks(plan: Plan, bandwidth: float) -> Iterator[tuple[str, Callable[[], Row]]]:
+def checks(plan: Plan, rates: Rates) -> Iterator[tuple[str, Callable[[], Row]]]:
     """In order of value. The later ones repeat earlier ones, which are run once."""
     models = RandomModels(plan)
     first, *others = plan.models
@@ -410,7 +308,7 @@ def checks(plan: Plan, bandwidth: float) -> Iterator[tuple[str, Callable[[], Row
 
     def step(model: str, rows: int, k: int, **config: Any) -> tuple[str, Callable[[], Row]]:
         kind = " compiled" if config.get("compile") else ""
-        run = partial(check_step, models, plan, model, k, rows, bandwidth, **config)
+        run = partial(check_step, models, plan, model, k, rows, rates, **config)
         return f"step {model} rows {rows} k {k}{kind}", run
 
     for model in dict.fromkeys((first, big)):
@@ -449,12 +347,12 @@ def main(argv: list[str] | None = None) -> int:
     else:
         models = ("SmolLM2-135M", "Llama-3.1-8B", "Qwen3-8B")
         plan = Plan(torch.device("cuda"), torch.bfloat16, models, (1, 8, 32, 64), (0, 3, 5), 4096, 20, args.compile)
-    report = Report(args.out, args.budget_s, plan.device.type)
+    report = Report(args.out, args.budget_s, plan.device.type, plan.dtype)
     with torch.no_grad():
-        bandwidth = read_bandwidth(plan.device, 1 << (24 if args.tiny else 32))
-        report.run("memory", lambda: {"ok": True, "read_gb_per_s": bandwidth / 1e9, "flashinfer": missing() or "found"})
+        rates = measured_rates(plan.device.type, plan.dtype)
+        report.run("machine", lambda: machine(rates))
         done: set[str] = set()
-        for name, check in checks(plan, bandwidth):
+        for name, check in checks(plan, rates):
             if name not in done:
                 done.add(name)
                 report.run(name, check)

@@ -1,0 +1,237 @@
+"""The benchmarks run, on a tiny model, and their numbers mean what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from graphspec.step import DecodeRows, RowResults, StepPlan, StepResult
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+Lines = list[dict[str, Any]]
+
+
+class Tool:
+    """A module of tools/, run as its command."""
+
+    def __init__(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.name, self.module, self._capsys = name, importlib.import_module(name), capsys
+
+    def text(self, *arguments: str) -> str:
+        self.module.main(list(arguments))
+        return self._capsys.readouterr().out
+
+    def lines(self, *arguments: str) -> Lines:
+        return [json.loads(line) for line in self.text(*arguments, "--json").splitlines()]
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    light = importlib.import_module("speed_of_light")
+    monkeypatch.setattr(light, "measured_rates", lambda device, dtype: light.Rates(1e9, 1e9))
+    return lambda name: Tool(name, capsys)
+
+
+@pytest.fixture
+def small(tiny_checkpoint: Path) -> list[str]:
+    return ["--model", str(tiny_checkpoint)]
+
+
+STEP = ["--rows", "2", "--context", "16", "--steps", "4", "--rounds", "1"]
+DEVICE_PARTS = ["inputs", "lookup + launch", "correct", "forward", "verify", "update", "draft", "output"]
+HOST_PARTS = {"schedule", "staging", "submit", "wait for the device", "read-back", "commit", "detokenise", "other"}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_step_is_taken_apart(tool: Any, small: list[str], mode: str) -> None:
+    lines = tool("bench_step").lines(*small, *STEP, "--num-draft", "2", "--depth", "0", "1", "--modes", mode)
+    assert [line["config"]["depth"] for line in lines] == [0, 1]
+    for line in lines:
+        parts = line["parts"]
+        assert list(parts["device"]) == [*DEVICE_PARTS, "read-back copies"]
+        assert set(parts["host"]) == HOST_PARTS
+        assert {"commit", "device", "dtype", "config", "device_ms_p90", "device_ms_p99", "idle_us"} <= set(line)
+        assert line["emitted"] == 2.0  # one of two drafts is accepted, and the bonus
+        assert line["config"]["dtype"] == "auto"
+        assert line["dtype"] == "float32"
+    assert (lines[0]["stretch"], lines[0]["vs_first"]) == (1.0, 1.0)
+
+
+def test_parts_of_a_step_add_up(tool: Any) -> None:
+    clocks = tool("step_parts").module
+    parts = clocks.parts_between([("a", 2.0), ("b", 5.0), ("a", 6.0)], 1.0, 10.0)
+    assert parts == {"inputs": 1.0, "a": 7.0, "b": 1.0}
+
+
+def test_the_clocks_account_for_the_whole_step(tool: Any) -> None:
+    """Device parts add up to the time between the ends of the launch, host parts to that of the call, nothing twice;
+    tokens are those of the step that is not taken apart, and the engine is as before afterwards."""
+    clocks, load = tool("step_parts").module, tool("decode_load").module
+    from graphspec import Engine, EngineConfig, SamplingParams
+
+    def tokens(apart: bool) -> list[int]:
+        found: list[int] = []
+        with Engine(tiny_model(), config=EngineConfig(depth=0, max_model_len=256)) as engine:
+            device, host = clocks.DeviceClock(engine), clocks.HostClock(engine)
+            before = engine._runner.decode_step._iteration
+            engine.add_request([5, 6, 7, 5, 6], SamplingParams(max_tokens=60, ignore_eos=True))
+            load.step_until_all_decode(engine)
+            if apart:
+                with device.attached(), host.attached():
+                    for _ in range(4):
+                        found += engine.step()[0].new_token_ids
+                busy = list(engine._times.busy)[-4:]
+                assert [sum(parts.values()) for parts in device.steps] == pytest.approx(busy)
+                assert all(min(parts.values()) >= 0 for parts in (*device.steps, *host.steps))
+                assert engine._times.host[-1] < sum(host.steps[-1].values())  # which waits, too
+                assert engine._runner.decode_step._iteration is before
+                assert not {"step", "_wait", "_deliver"} & set(vars(engine))
+            while engine.has_unfinished_requests():
+                found += [token for output in engine.step() for token in output.new_token_ids]
+        return found
+
+    assert tokens(True) == tokens(False)
+
+
+def test_what_a_step_must_move_is_counted_by_hand(tool: Any) -> None:
+    """The tiny model: 3 layers, hidden 48, 4 query and 2 KV heads of 12, intermediate 96, 211 tokens, head untied."""
+    light = tool("speed_of_light").module
+    work = light.ModelWork.of(tiny_model())
+    per_layer = 48 * 48 + 2 * 48 * 24 + 48 * 48 + 3 * 48 * 96  # q, k and v, o; gate, up, down
+    matrices = 3 * per_layer + 48 * 211
+    norms = 3 * 2 * 48 + 48
+    assert (work.weights, work.matrix_elements) == (4 * (matrices + norms), matrices)
+
+    step = work.step(rows=2, query_len=3, context=10)
+    assert step.weight_bytes == 4 * (matrices + norms) + 6 * 48 * 4  # and six rows of the embedding
+    assert step.kv_bytes == 3 * 2 * (10 + 3 + 3) * 2 * 2 * 12 * 4  # layers x rows x tokens x K and V x heads x size
+    assert step.logit_bytes == 2 * 6 * 211 * 4
+    assert step.operations == 2 * 6 * matrices + 3 * 2 * (11 + 12 + 13) * 4 * 4 * 12
+    assert step.num_bytes == step.weight_bytes + step.kv_bytes + step.logit_bytes
+
+    windowed = light.ModelWork.of(tiny_model("mistral")).step(1, 1, 100)
+    assert windowed.kv_bytes == 3 * (24 + 2) * 2 * 2 * 12 * 4
+    rates = light.Rates(bytes_per_s=1e6, operations_per_s=1e12)
+    assert rates.seconds(step) == step.num_bytes / 1e6
+    assert light.Rates(1e12, 1e6).seconds(step) == step.operations / 1e6
+
+
+def test_the_bound_of_a_launch_follows_its_rows_and_true_lengths(tool: Any) -> None:
+    import numpy as np
+
+    light = tool("speed_of_light").module
+    bound = light.StepBound(light.Rates(1e9, 1e15), tiny_model())
+    ints = np.zeros(2, np.int64)
+    rows = DecodeRows(ints, ints, ints, np.zeros((2, 4), np.int32), 3, "greedy")
+    result = StepResult(None, RowResults(ints, ints, np.array([10, 30]), np.zeros((2, 4), np.int64)))
+    plan = StepPlan(0, (), None, rows)
+    assert bound.launch_seconds(plan, result) == bound.seconds(2, 3, 20.0)
+    ratios = bound.ratios(2 * bound.seconds(2, 3, 20.0), 2, 3, 20.0, emitted=4.0)
+    assert ratios["vs_light"] == 2.0
+    assert ratios["token_vs_plain_light"] < 2.0  # the weights of one step served four tokens
+
+
+def test_rates_are_measured(tool: Any) -> None:
+    light = tool("speed_of_light").module
+    assert light.read_bandwidth(torch.device("cpu"), 1 << 20) > 1e6
+    assert light.matrix_rate(torch.device("cpu"), torch.float32) > 1e6
+
+
+def test_speed_of_light_prints_ratios_with_and_without_speculation(tool: Any, small: list[str]) -> None:
+    command = tool("speed_of_light")
+    options = [*small, "--rows", "1", "--num-draft", "0", "2", "--context", "8", "--steps", "3"]
+    plain, drafted = command.lines(*options)
+    assert (plain["emitted"], drafted["emitted"]) == (1.0, 2.0)
+    assert plain["vs_light"] == pytest.approx(plain["token_vs_plain_light"])
+    assert drafted["token_vs_plain_light"] < drafted["step_ms"] / plain["light_ms"]
+    assert "x plain light" in command.text(*options)
+
+
+def test_attention_cost_follows_the_true_length(tool: Any, tmp_path: Path) -> None:
+    """Block tables for 16,384 tokens; what a short row costs is far from what a long one costs."""
+    options = ["--lengths", "32", "8192", "--capacity", "16384", "--rows", "2", "--repeats", "3", "--num-draft", "3"]
+    lines = tool("bench_attention").lines(*options, "--backends", "reference", "auto")
+    assert [line["config"]["length"] for line in lines] == [32, 32, 8192, 8192]
+    assert [line["config"]["backend"] for line in lines] == ["reference", "auto"] * 2
+    assert lines[2]["us"] > 5 * lines[0]["us"]
+    assert all(line["vs_light"] == line["us"] / line["light_us"] for line in lines)
+    assert lines[2]["light_us"] == pytest.approx(1e6 * 4 * 9 * 64 * 2 * 4 * (8192 - 1.5) / 1e9)
+
+
+def test_bench_generate_runs_variants_side_by_side(tool: Any, small: list[str]) -> None:
+    bench = tool("bench_generate")
+    options = [*small, "--num-prompts", "4", "--concurrency", "2", "--max-tokens", "8", "--rounds", "2"]
+    first, second = bench.lines(*options, "--ab", "depth=0,1")
+    assert (first["config"]["depth"], second["config"]["depth"]) == (0, 1)
+    assert (first["ratio"], first["same_tokens"], second["same_tokens"]) == (1.0, True, True)
+    assert first["mean_acceptance_length"] == second["mean_acceptance_length"]
+    assert all(first[f"{name}_p50_ms"] > 0 for name in ("ttft", "tpot", "itl"))
+    assert first["off_graph_decode_steps"] == 0
+    assert first["light_tokens_per_s"] == pytest.approx(first["tokens_per_s"] * first["vs_light"], rel=0.5)
+    text = bench.text(*options, "--ab", "num_speculative_tokens=0,2")
+    assert "num_speculative_tokens = 2" in text
+    assert "same_tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("bench_generate", ["--ab", "no_such_field=1"], "depth=0,1"),
+        ("bench_generate", ["--ab", "depth=99"], "depth must be in 0 .. 8"),
+        ("bench_generate", ["--prompts-file", "nowhere.txt"], "cannot read the prompts file"),
+        ("bench_step", ["--context", "5000"], "exceeds the model's limit"),
+        ("bench_attention", ["--lengths", "3"], "lengths must lie between"),
+        ("bench_attention", ["--backends", "abacus"], 'unknown attention backend "abacus"'),
+        ("speed_of_light", ["--device", "abacus"], 'unknown device "abacus"'),
+        ("speed_of_light", ["--plot", "nowhere/plot.png"], "a folder that exists"),
+    ],
+)
+def test_bad_arguments_give_one_sentence(
+    tool: Any, small: list[str], name: str, arguments: list[str], sentence: str
+) -> None:
+    model = [] if name == "bench_attention" else small
+    with pytest.raises(SystemExit, match=sentence) as caught:
+        tool(name).text(*model, *arguments)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_a_plot_is_written(tool: Any, small: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--rows", "1", "--lengths", "8", "16", "--repeats", "2", "--num-draft", "0"]
+    step = [
+        *small,
+        "--rows",
+        "1",
+        "--num-draft",
+        "0",
+        "--depth",
+        "0",
+        "--context",
+        "8",
+        "--steps",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    for name, arguments in (("bench_attention", options), ("bench_step", step)):
+        path = tmp_path / f"{name}.png"
+        tool(name).text(*arguments, "--plot", str(path))
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="--plot needs matplotlib"):
+        tool("bench_attention").text("--plot", str(tmp_path / "a.png"))
