@@ -104,7 +104,7 @@ def device_name(device: str) -> str:
 
 def provenance(device: str, dtype: torch.dtype | None) -> dict[str, str]:
     """Fields that go into every JSON line. The dtype is that of the weights; None where there are none."""
-    name = str(dtype).removeprefix("torch.")
+    name = "none" if dtype is None else str(dtype).removeprefix("torch.")
     return {"commit": commit(), "device": device_name(device), "dtype": name, "torch": torch.__version__}
 
 
