@@ -48,14 +48,18 @@ def run(name: str, parser: argparse.ArgumentParser, work: Callable[[argparse.Nam
         arguments: Sequence[str] | None) -> None:  # fmt: skip
     """Parse and work. What a user can get wrong ends the program with one sentence and no traceback."""
     args = parser.parse_args(arguments)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
     try:
         check_plot(args.plot)
         args.device = resolve_device(args.device).type
         work(args)
     except ValueError as error:
         raise SystemExit(f"{name}: {error}") from error
+
+
+def quiet_transformers() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype:

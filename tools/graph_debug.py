@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from bench_common import params_for
+from bench_common import params_for, quiet_transformers
 from graph_report import page
 from torch.utils._pytree import tree_leaves
 
@@ -253,11 +252,6 @@ def show_coverage(result: dict[str, Any]) -> None:
         print(f"memory: {static / 2**20:.1f} MiB of buffers shared by all graphs, {pools / 2**20:.1f} MiB of their own")
     if result["never_replayed"]:
         print(f"captured and never replayed: {result['never_replayed']}")
-
-
-def quiet_transformers() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def running_engine(args: argparse.Namespace) -> Engine:

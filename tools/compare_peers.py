@@ -1,0 +1,195 @@
+"""The same prompts, weights and dtype on graphspec and on its peers, side by side.
+
+    python tools/compare_peers.py --prompts-file mt_bench.jsonl --num-prompts 8 --num-speculative-tokens 3
+    python tools/compare_peers.py --vllm-python path/to/python --concurrency 8
+
+Peers are transformers' `generate`, plain and with `prompt_lookup_num_tokens`, vLLM where a Python that has it is named,
+plain and with n-gram drafts, and graphspec with k = 0 and with n-gram drafts. Each runs in a process of its own with
+the same number of threads, loads the model once, is warmed up, and takes its turn in every round while the others wait
+on a pipe, so drift of the machine meets all of them alike. Greedy; a request ends at the end-of-sequence token.
+
+Ratios are to the first peer in the same round: the median and the extremes. TTFT counts from when a request is taken
+up, TPOT per token after the first. `accepted` is tokens per step and request (vLLM counts steps that had a draft).
+`x plain light` is time per token over its bound without speculation, see speed_of_light.py. Texts of different engines
+part at near-ties of rounding; `same` is the share of requests whose tokens are those of the first peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench_common import Output, dtype_of, load_tokenizer, parser_for, percentile, progress, run
+from bench_plot import plot_bars
+from peer_protocol import Answer, Peer
+from speed_of_light import StepBound, measured_rates
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from graphspec.model import model_path
+from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+
+SETTLE_S = 0.5  # before a turn: threads of the peer before it stop spinning
+
+COLUMNS = {
+    "peer": f"{'peer':>30}", "tokens_per_s": "tokens/s", "ratio": "x first", "ratio_min": "min", "ratio_max": "max",
+    "ttft_p50_ms": "TTFT ms", "tpot_p50_ms": "TPOT ms", "mean_acceptance_length": "accepted", "same": "same",
+    "token_vs_plain_light": "x plain light",
+}  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    python: str
+    script: str
+    num_draft: int
+
+
+def kinds(args: argparse.Namespace) -> list[Kind]:
+    """The peers that can be asked with these options, the first one the base of the ratios."""
+    found = []
+    for name, python, drafts in (
+        ("transformers", sys.executable, "prompt lookup"),
+        ("vllm", args.vllm_python, "n-grams"),
+        ("graphspec", sys.executable, "n-grams"),
+    ):
+        for k in dict.fromkeys((0, args.num_speculative_tokens)):
+            one_at_a_time = name == "transformers" and k > 0
+            if python is not None and not (one_at_a_time and args.concurrency > 1):
+                found.append(Kind(f"{name}, k = {k} {drafts}" if k else name, python, f"peer_{name}.py", k))
+    chosen = [kind for kind in found if args.peers is None or kind.script[5:-3] in args.peers]
+    if not chosen:
+        raise ValueError("no peer is left: vllm needs --vllm-python")
+    return chosen
+
+
+def environment(threads: int, python: str) -> dict[str, str]:
+    own = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    found = {**os.environ, **own, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if python != sys.executable:
+        found.pop("PYTHONPATH", None)  # packages of this Python are not those of that one
+    return found
+
+
+def encode(args: argparse.Namespace) -> tuple[list[list[int]], frozenset[int]]:
+    """Token ids of the prompts, through the chat template where there is one."""
+    tokenizer = load_tokenizer(args.model)
+    texts = read_prompts(args.prompts_file, args.num_prompts)
+    if not tokenizer.chat_template:
+        return [tokenizer(text).input_ids for text in texts], frozenset({tokenizer.eos_token_id})
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    ids = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats
+    ]
+    return ids, frozenset({tokenizer.eos_token_id})
+
+
+def measure(args: argparse.Namespace, prompts: list[list[int]]) -> dict[Kind, list[Answer]]:
+    """The answers of every peer, one per round; a first, short turn warms up and is not kept."""
+    first = {
+        "model": model_path(args.model), "dtype": str(dtype_of(args)).removeprefix("torch."),
+        "max_model_len": max(map(len, prompts)) + args.max_tokens, "concurrency": args.concurrency,
+    }  # fmt: skip
+    chosen, here = kinds(args), Path(__file__).parent
+    found: dict[Kind, list[Answer]] = {kind: [] for kind in chosen}
+    with ExitStack() as running, progress((1 + args.rounds) * len(chosen), "turns") as bar:
+        peers: dict[Kind, Peer] = {}
+        for kind in chosen:  # one after another: two that load or compile would disturb nobody but themselves
+            peer = Peer(kind.name, kind.python, here / kind.script, environment(args.threads, kind.python))
+            peers[kind] = running.enter_context(peer)
+            versions = peer.ask({**first, "num_draft": kind.num_draft})["versions"]
+            peer.ask({"prompts": prompts[: args.concurrency], "max_tokens": 4})
+            found[kind].append({"versions": versions})
+            bar.update()
+        for _ in range(args.rounds):
+            for kind, peer in peers.items():
+                time.sleep(SETTLE_S)
+                found[kind].append(peer.ask({"prompts": prompts, "max_tokens": args.max_tokens}))
+                bar.update()
+    return found
+
+
+def bound_of(args: argparse.Namespace) -> StepBound:
+    """Counted on a model without weights."""
+    config = AutoConfig.from_pretrained(model_path(args.model))
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype_of(args))
+    return StepBound(measured_rates(args.device, dtype_of(args)), module)
+
+
+def summary(runs: Sequence[Answer], first: Sequence[Answer], plain_token_s: float) -> dict[str, Any]:
+    """Medians over rounds, ratios round by round."""
+
+    def tokens_per_s(run: Answer) -> float:
+        return float(sum(map(len, run["token_ids"])) / run["seconds"])
+
+    ratios = [tokens_per_s(a) / tokens_per_s(b) for a, b in zip(runs, first, strict=True)]
+    pairs = [
+        pair for a, b in zip(runs, first, strict=True) for pair in zip(a["token_ids"], b["token_ids"], strict=True)
+    ]
+    times = {name: [1e3 * value for run in runs for value in run[name]] for name in ("ttft", "tpot")}
+    rate = statistics.median(map(tokens_per_s, runs))
+    return {
+        "tokens_per_s": rate, "ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios),
+        **{f"{name}_p50_ms": percentile(values, 50) if values else None for name, values in times.items()},
+        "mean_acceptance_length": runs[-1]["mean_acceptance_length"],
+        "same": f"{sum(a == b for a, b in pairs)}/{len(pairs)}",
+        "token_vs_plain_light": 1 / rate / plain_token_s,
+    }  # fmt: skip
+
+
+def work(args: argparse.Namespace) -> None:
+    if args.dtype == "auto":
+        args.dtype = str(dtype_of(args)).removeprefix("torch.")  # the same for all
+    torch.set_num_threads(args.threads)
+    prompts, ends = encode(args)
+    bound = bound_of(args)
+    found = measure(args, prompts)
+    runs = {kind: [cut(run, ends) for run in answers[1:]] for kind, answers in found.items()}
+    first = next(iter(runs.values()))
+    emitted = statistics.fmean(len(ids) for ids in first[0]["token_ids"])
+    context = statistics.fmean(map(len, prompts)) + emitted / 2
+    plain_token_s = bound.seconds(args.concurrency, 0, context) / args.concurrency
+    output = Output("compare_peers", args, dtype_of(args), COLUMNS)
+    output.heading()
+    for kind, mine in runs.items():
+        config = {"peer": kind.name, "num_draft": kind.num_draft, "versions": found[kind][0]["versions"]}
+        output.line(config, summary(mine, first, plain_token_s))
+    rates = {
+        kind.name: {"tokens/s": summary(mine, first, plain_token_s)["tokens_per_s"]} for kind, mine in runs.items()
+    }
+    plot_bars(args.plot, f"{len(prompts)} prompts, {args.concurrency} at once", "output tokens per second", rates)
+
+
+def cut(run: Answer, ends: frozenset[int]) -> Answer:
+    """Tokens up to the one that ends a text; engines differ in what they return behind it."""
+    texts = run["token_ids"]
+    kept = [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in texts]
+    return {**run, "token_ids": kept}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--prompts-file", type=Path, default=BUILTIN_PROMPTS, help="text lines, or MT-bench jsonl")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, default=1, help="above 1 without prompt lookup, which serves one")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--num-speculative-tokens", type=int, default=3)
+    parser.add_argument("--peers", nargs="+", choices=("transformers", "vllm", "graphspec"), help="default: all")
+    parser.add_argument("--vllm-python", help="a Python that has vLLM")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every peer")
+    parser.add_argument("--rounds", type=int, default=3)
+    run("compare_peers", parser, work, arguments)
+
+
+if __name__ == "__main__":
+    main()
