@@ -37,9 +37,10 @@ from graphspec.model import model_path
 from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
 
 SETTLE_S = 0.5  # before a turn: threads of the peer before it stop spinning
+KV_MARGIN = 256  # tokens per request, for the granularity of pages
 
 COLUMNS = {
-    "peer": f"{'peer':>30}", "tokens_per_s": "tokens/s", "ratio": "x first", "ratio_min": "min", "ratio_max": "max",
+    "peer": f"{'peer':>34}", "tokens_per_s": "tokens/s", "ratio": "x first", "ratio_min": "min", "ratio_max": "max",
     "ttft_p50_ms": "TTFT ms", "tpot_p50_ms": "TPOT ms", "mean_acceptance_length": "accepted", "same": "same",
     "token_vs_plain_light": "x plain light",
 }  # fmt: skip
@@ -93,11 +94,13 @@ def encode(args: argparse.Namespace) -> tuple[list[list[int]], frozenset[int]]:
     return ids, frozenset({tokenizer.eos_token_id})
 
 
-def measure(args: argparse.Namespace, prompts: list[list[int]]) -> dict[Kind, list[Answer]]:
-    """The answers of every peer, one per round; a first, short turn warms up and is not kept."""
+def measure(args: argparse.Namespace, prompts: list[list[int]], kv_token_bytes: int) -> dict[Kind, list[Answer]]:
+    """Of every peer its versions, then its answers, one per round; a short turn before warms up and is not kept."""
+    longest = max(map(len, prompts)) + args.max_tokens
     first = {
         "model": model_path(args.model), "dtype": str(dtype_of(args)).removeprefix("torch."),
-        "max_model_len": max(map(len, prompts)) + args.max_tokens, "concurrency": args.concurrency,
+        "max_model_len": longest, "concurrency": args.concurrency,
+        "kv_bytes": 2 * kv_token_bytes * args.concurrency * (longest + KV_MARGIN),
     }  # fmt: skip
     chosen, here = kinds(args), Path(__file__).parent
     found: dict[Kind, list[Answer]] = {kind: [] for kind in chosen}
@@ -133,16 +136,14 @@ def summary(runs: Sequence[Answer], first: Sequence[Answer], plain_token_s: floa
         return float(sum(map(len, run["token_ids"])) / run["seconds"])
 
     ratios = [tokens_per_s(a) / tokens_per_s(b) for a, b in zip(runs, first, strict=True)]
-    pairs = [
-        pair for a, b in zip(runs, first, strict=True) for pair in zip(a["token_ids"], b["token_ids"], strict=True)
-    ]
+    texts, firsts = ([ids for run in some for ids in run["token_ids"]] for some in (runs, first))
     times = {name: [1e3 * value for run in runs for value in run[name]] for name in ("ttft", "tpot")}
     rate = statistics.median(map(tokens_per_s, runs))
     return {
         "tokens_per_s": rate, "ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios),
         **{f"{name}_p50_ms": percentile(values, 50) if values else None for name, values in times.items()},
         "mean_acceptance_length": runs[-1]["mean_acceptance_length"],
-        "same": f"{sum(a == b for a, b in pairs)}/{len(pairs)}",
+        "same": f"{sum(a == b for a, b in zip(texts, firsts, strict=True))}/{len(texts)}",
         "token_vs_plain_light": 1 / rate / plain_token_s,
     }  # fmt: skip
 
@@ -153,7 +154,7 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     prompts, ends = encode(args)
     bound = bound_of(args)
-    found = measure(args, prompts)
+    found = measure(args, prompts, bound.kv_token_bytes)
     runs = {kind: [cut(run, ends) for run in answers[1:]] for kind, answers in found.items()}
     first = next(iter(runs.values()))
     emitted = statistics.fmean(len(ids) for ids in first[0]["token_ids"])
@@ -161,9 +162,12 @@ def work(args: argparse.Namespace) -> None:
     plain_token_s = bound.seconds(args.concurrency, 0, context) / args.concurrency
     output = Output("compare_peers", args, dtype_of(args), COLUMNS)
     output.heading()
+    rates: dict[str, dict[str, float]] = {}
     for kind, mine in runs.items():
+        result = summary(mine, first, plain_token_s)
+        rates[kind.name] = {"tokens/s": result["tokens_per_s"]}
         config = {"peer": kind.name, "num_draft": kind.num_draft, "versions": found[kind][0]["versions"]}
-        output.line(config, summary(mine, first, plain_token_s))
+        output.line(config, result)
     rates = {
         kind.name: {"tokens/s": summary(mine, first, plain_token_s)["tokens_per_s"]} for kind, mine in runs.items()
     }

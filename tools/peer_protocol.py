@@ -1,7 +1,8 @@
 """How `compare_peers.py` talks to a peer: JSON lines over the peer's stdin and stdout. Standard library only, since a
 peer runs in the Python that has its engine.
 
-    first line    {"model": folder, "dtype": name, "max_model_len": n, "concurrency": n, "num_draft": k}
+    first line    {"model": folder, "dtype": name, "max_model_len": n, "concurrency": n, "num_draft": k,
+                   "kv_bytes": enough for the KV cache}
     answer        {"versions": "..."}
     later lines   {"prompts": [[token id, ...], ...], "max_tokens": n}
     answers       {"seconds": s, "token_ids": [[...], ...], "ttft": [s, ...], "tpot": [s, ...],
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ class Peer:
     def __init__(self, name: str, python: str, script: Path, environment: Mapping[str, str]) -> None:
         """Raises ValueError if there is no such Python."""
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed with the peer)
         try:
             self._process = subprocess.Popen(
                 [python, str(script)],
@@ -75,15 +78,16 @@ class Peer:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        reply: Answer = json.loads(line) if line else {"error": f"it ended: {self._last_words()}"}
+        reply: Answer = json.loads(line) if line else {"error": "it ended"}
         if "error" in reply:
-            raise ValueError(f"{self.name} failed: {reply['error']}")
+            raise ValueError(f"{self.name} failed: {reply['error']}{self._cause()}")
         return reply
 
-    def _last_words(self) -> str:
-        self._process.wait()
-        self._log.seek(0)
-        return (self._log.read().strip().splitlines() or ["without a word"])[-1]
+    def _cause(self) -> str:
+        """The first error that it printed, which may be that of a process of its own; "" if none."""
+        printed = Path(self._log.name).read_text(errors="replace").splitlines()
+        errors = (found[0] for line in printed if (found := re.search(r"\w*Error: .*", line)))
+        return "".join(f" ({error})" for error in islice(errors, 1))
 
     def __enter__(self) -> Peer:
         return self

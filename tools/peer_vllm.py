@@ -1,16 +1,17 @@
-"""vLLM as a peer of `compare_peers.py`, by its public `LLM` class, in a Python that has it: n-gram drafts of the lengths
-that graphspec matches, no prefix cache, since the same prompts come every round."""
+"""vLLM as a peer of `compare_peers.py`, by its public `LLM` class, in a Python that has it: n-gram drafts of the
+lengths that graphspec matches, no prefix cache, since the same prompts come every round."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import vllm
 from peer_protocol import Answer, Request, Run, answer
 
 
 def start(first: Request) -> tuple[Run, str]:
+    import vllm  # here, not above: what it prints when it is imported is no answer
+
     drafts: dict[str, Any] = {}
     if first["num_draft"]:
         ngram = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -20,6 +21,7 @@ def start(first: Request) -> tuple[Run, str]:
         dtype=first["dtype"],
         max_model_len=first["max_model_len"],
         max_num_seqs=first["concurrency"],
+        kv_cache_memory_bytes=first["kv_bytes"],  # else it takes most of the machine's memory, or refuses
         enable_prefix_caching=False,
         disable_log_stats=False,  # the times of requests and the counts of drafts
         **drafts,

@@ -137,6 +137,11 @@ class StepBound:
         self._rates, self._model = rates, ModelWork.of(model)
         self._draft = None if draft is None else ModelWork.of(draft)
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token in all layers of the model."""
+        return self._model.kv_token * len(self._model.windows)
+
     def work(self, rows: int, num_draft: int, context: float) -> Work:
         work = self._model.step(rows, 1 + num_draft, context)
         if self._draft is not None:

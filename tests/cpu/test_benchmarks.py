@@ -190,6 +190,93 @@ def test_bench_generate_runs_variants_side_by_side(tool: Any, small: list[str]) 
     assert "same_tokens" in text
 
 
+FAKE_VLLM = """
+import os, sys
+from types import SimpleNamespace as Any
+print("vLLM prints on stdout")
+__version__ = "fake"
+drafts = 0
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens):
+        assert temperature == 0.0
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, **options):
+        if options["max_num_seqs"] > 2:
+            raise MemoryError("no room")
+        assert os.environ["OMP_NUM_THREADS"] == "1" and options["enable_prefix_caching"] is False
+        self.k = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
+
+    def get_metrics(self):
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        return [Any(name=name, value=drafts * (i + 1)) for i, name in enumerate(names)]
+
+    def generate(self, prompts, params, use_tqdm):
+        global drafts
+        drafts += self.k
+        kept = Any(scheduled_ts=1.0, first_token_ts=1.5, last_token_ts=2.5)
+        ids = [5 + i for i in range(params.max_tokens)]
+        return [Any(outputs=[Any(token_ids=ids)], metrics=kept) for _ in prompts]
+"""
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> str:
+    """A Python in which `vllm` is the class above."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_peers_run_in_processes_of_their_own(tool: Any, small: list[str], fake_python: str) -> None:
+    options = [*small, "--peers", "vllm", "--vllm-python", fake_python, "--num-prompts", "2", "--max-tokens", "5"]
+    plain, drafted = tool("compare_peers").lines(*options, "--rounds", "2", "--threads", "1")
+    assert (plain["config"]["peer"], drafted["config"]["peer"]) == ("vllm", "vllm, k = 3 n-grams")
+    assert (plain["config"]["versions"], plain["dtype"]) == ("vllm fake", "float32")
+    assert (plain["same"], plain["ratio"], plain["mean_acceptance_length"]) == ("4/4", 1.0, 1.0)
+    assert drafted["mean_acceptance_length"] == 3.0
+    assert (drafted["ttft_p50_ms"], drafted["tpot_p50_ms"]) == (500.0, 250.0)
+    assert drafted["token_vs_plain_light"] > 0
+
+
+def test_a_peer_that_fails_is_named_with_the_cause(tool: Any, small: list[str], fake_python: str) -> None:
+    options = [*small, "--peers", "vllm", "--threads", "1", "--concurrency", "3"]
+    command = tool("compare_peers")
+    with pytest.raises(SystemExit, match="compare_peers: vllm failed: MemoryError: no room"):
+        command.text(*options, "--vllm-python", fake_python)
+    with pytest.raises(SystemExit, match="vllm failed: ModuleNotFoundError: No module named 'vllm'"):
+        command.text(*options, "--vllm-python", sys.executable)
+    with pytest.raises(SystemExit, match='cannot start "/no/python"'):
+        command.text(*options, "--vllm-python", "/no/python")
+    with pytest.raises(SystemExit, match="vllm needs --vllm-python"):
+        command.text(*options)
+
+
+def test_peers_give_equal_tokens_and_what_they_measured(tool: Any, tiny_checkpoint: Path) -> None:
+    """transformers plain, in batches and with prompt lookup, and graphspec: the same protocol, the same greedy text."""
+    first = {"model": str(tiny_checkpoint), "dtype": "float32", "max_model_len": 128, "num_draft": 0}
+    request = {"prompts": [[5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3]], "max_tokens": 12}
+    found = []
+    for name, own in (
+        ("peer_transformers", {"concurrency": 2}),
+        ("peer_transformers", {"concurrency": 1, "num_draft": 3}),
+        ("peer_graphspec", {"concurrency": 2, "num_draft": 3}),
+    ):
+        run, versions = tool(name).module.start({**first, **own})
+        assert "torch" in versions
+        found.append(run(request))
+    for answer in found:
+        assert answer["token_ids"] == found[0]["token_ids"]
+        assert len(answer["ttft"]) == len(answer["tpot"]) == 2
+        assert answer["seconds"] > 0
+    assert found[0]["mean_acceptance_length"] == 1.0
+    assert found[1]["mean_acceptance_length"] >= 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
@@ -199,6 +286,7 @@ def test_bench_generate_runs_variants_side_by_side(tool: Any, small: list[str]) 
         ("bench_step", ["--context", "5000"], "exceeds the model's limit"),
         ("bench_attention", ["--lengths", "3"], "lengths must lie between"),
         ("bench_attention", ["--backends", "abacus"], 'unknown attention backend "abacus"'),
+        ("compare_peers", ["--prompts-file", "nowhere.txt"], "cannot read the prompts file"),
         ("speed_of_light", ["--device", "abacus"], 'unknown device "abacus"'),
         ("speed_of_light", ["--plot", "nowhere/plot.png"], "a folder that exists"),
     ],
