@@ -137,8 +137,8 @@ def test_the_bound_of_a_launch_follows_its_rows_and_true_lengths(tool: Any) -> N
     bound = light.StepBound(light.Rates(1e9, 1e15), tiny_model())
     ints = np.zeros(2, np.int64)
     rows = DecodeRows(ints, ints, ints, np.zeros((2, 4), np.int32), 3, "greedy")
-    result = StepResult(None, RowResults(ints, ints, np.array([10, 30]), np.zeros((2, 4), np.int64)))
-    plan = StepPlan(0, (), None, rows)
+    result = StepResult(None, RowResults(ints, ints, np.array([10, 30]), ints, np.zeros((2, 4), np.int64)))
+    plan = StepPlan(0, (), None, rows, num_draft_next=3)
     assert bound.launch_seconds(plan, result) == bound.seconds(2, 3, 20.0)
     ratios = bound.ratios(2 * bound.seconds(2, 3, 20.0), 2, 3, 20.0, emitted=4.0)
     assert ratios["vs_light"] == 2.0
