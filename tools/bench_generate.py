@@ -113,15 +113,16 @@ def work(args: argparse.Namespace) -> None:
     name, settings = variants(args.ab)
     module, tokenizer = load(args), load_tokenizer(args.model)
     dtype = next(module.parameters()).dtype
-    bound = StepBound(measured_rates(args.device, dtype), module)
+    rates = measured_rates(args.device, dtype)
     engines: list[Engine] = []
     try:
         engines += (build(args, module, tokenizer, setting) for setting in settings)
         runs = measure(args, engines)
+        bounds = [StepBound.of(rates, engine) for engine in engines]
     finally:
         for engine in engines:
             engine.close()
-    found = [summary(mine, runs[0], bound) for mine in runs]
+    found = [summary(mine, runs[0], bound) for mine, bound in zip(runs, bounds, strict=True)]
     labels = [f"{name} = {setting[name]}" if name else "median" for setting in settings]
     output = Output("bench_generate", args, dtype, {})
     output.table(table(labels, found), list(zip(settings, found, strict=True)))

@@ -271,8 +271,9 @@ def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, 
         with decoding(made, prompts(plan, model, rows, PROMPT), params):
             turn = timed_steps(made, plan.steps)
             kernels = kernels_per_step(made) if plan.device.type == "cuda" else None
+        bound = StepBound.of(rates, made)
     seconds, emitted = statistics.median(turn.busy), turn.emitted_per_row(rows)
-    ratios = StepBound(rates, models(model)).ratios(seconds, rows, k, PROMPT + plan.steps * emitted / 2, emitted)
+    ratios = bound.ratios(seconds, rows, k, PROMPT + plan.steps * emitted / 2, emitted)
     return {
         "ok": True, "ms": 1e3 * seconds, **ratios, "gap_us": 1e6 * statistics.median(turn.idle),
         "host_us": 1e6 * statistics.median(turn.host), "kernels": kernels,

@@ -134,16 +134,22 @@ class StepBound:
     """The bound of an engine's decode steps."""
 
     def __init__(self, rates: Rates, model: nn.Module, draft: nn.Module | None = None) -> None:
-        self._rates, self._model = rates, ModelWork.of(model)
+        self.rates, self.model = rates, ModelWork.of(model)
         self._draft = None if draft is None else ModelWork.of(draft)
+
+    @staticmethod
+    def of(rates: Rates, engine: Engine) -> StepBound:
+        """With the draft model that the engine has, if it has one."""
+        runner = engine._runner
+        return StepBound(rates, runner._model.module, None if runner._draft is None else runner._draft.module)
 
     @property
     def kv_token_bytes(self) -> int:
         """K and V of one token in all layers of the model."""
-        return self._model.kv_token * len(self._model.windows)
+        return self.model.kv_token * len(self.model.windows)
 
     def work(self, rows: int, num_draft: int, context: float) -> Work:
-        work = self._model.step(rows, 1 + num_draft, context)
+        work = self.model.step(rows, 1 + num_draft, context)
         if self._draft is not None:
             for _ in range(num_draft):
                 work += self._draft.step(rows, 1, context)
@@ -157,12 +163,12 @@ class StepBound:
             work = self.work(rows, plan.decode.num_draft, float(result.decode.computed.mean()))
         if plan.prefill is not None:
             lengths, starts = plan.prefill.lengths, plan.prefill.starts
-            chunks = self._model.step(len(lengths), float(lengths.mean()), float(starts.mean()), len(lengths))
+            chunks = self.model.step(len(lengths), float(lengths.mean()), float(starts.mean()), len(lengths))
             work = replace(work + chunks, weight_bytes=max(work.weight_bytes, chunks.weight_bytes))
-        return self._rates.seconds(work)
+        return self.rates.seconds(work)
 
     def seconds(self, rows: int, num_draft: int, context: float) -> float:
-        return self._rates.seconds(self.work(rows, num_draft, context))
+        return self.rates.seconds(self.work(rows, num_draft, context))
 
     def ratios(self, seconds: float, rows: int, num_draft: int, context: float, emitted: float) -> dict[str, float]:
         """The fields that every benchmark of steps prints: `seconds` is a step in which each row emits `emitted`."""
@@ -261,12 +267,12 @@ def _measure(args: argparse.Namespace) -> None:
 def _line(engine: Engine, bound: StepBound, rows: int, context: int, steps: int) -> dict[str, Any]:
     k = engine.config.num_draft
     params = SamplingParams(max_tokens=tokens_needed(k, steps), ignore_eos=True)
-    with decoding(engine, prompts_of(rows, context, bound._model.vocab_size), params):
+    with decoding(engine, prompts_of(rows, context, bound.model.vocab_size), params):
         turn = timed_steps(engine, steps)
     seconds, emitted = statistics.median(turn.busy), turn.emitted_per_row(rows)
     middle = context + emitted * (steps / 2 + 2)
     work = bound.work(rows, k, middle)
-    reads = work.num_bytes / bound._rates.bytes_per_s >= work.operations / bound._rates.operations_per_s
+    reads = work.num_bytes / bound.rates.bytes_per_s >= work.operations / bound.rates.operations_per_s
     return {
         "weight_mb": work.weight_bytes / 1e6, "kv_mb": work.kv_bytes / 1e6, "logit_mb": work.logit_bytes / 1e6,
         "gflop": work.operations / 1e9, "limit": "memory" if reads else "matrix", "step_ms": 1e3 * seconds,
