@@ -93,7 +93,7 @@ class CpuStream:
         if self._closed:
             raise StreamError("the stream is closed; create a new engine")
         event = CpuEvent()
-        _release_openmp_team()
+        release_openmp_team()
         self._queue.put((work, event))
         return event
 
@@ -129,8 +129,8 @@ _OMP_PAUSE_HARD = 2
 _openmp = ctypes.CDLL(None)
 
 
-def _release_openmp_team() -> None:
-    """Let go of the OpenMP workers of the calling (host) thread; its next parallel region makes new ones.
+def release_openmp_team() -> None:
+    """Let go of the OpenMP workers of the calling thread, such as the host's; its next parallel region makes new ones.
 
     libgomp counts the threads of all teams, and with more of them than cores it stops spinning at barriers: every
     parallel region of the stream's thread then waits for a sleeping worker (measured on 2 cores: a 4 us bmm takes

@@ -19,6 +19,7 @@ from bench_plot import check_plot
 from torch import nn
 from transformers import AutoTokenizer
 
+from graphs.stream import release_openmp_team
 from graphspec import Engine, SamplingParams
 from graphspec.builtin_model import NAME
 from graphspec.config import DTYPES, resolve_device
@@ -177,6 +178,12 @@ def progress(total: int, what: str) -> Any:
 
 
 # Load.
+
+
+def rest(engine: Engine) -> None:
+    """At the end of a turn: an engine that waits while others are measured keeps no OpenMP threads. Those of all count,
+    and with more of them than cores every parallel region sleeps at its barriers, see `release_openmp_team`."""
+    engine._runner.on_stream(release_openmp_team)
 
 
 def params_for(sampler: str, **common: Any) -> SamplingParams:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from bench_common import step_until_all_decode
+from bench_common import rest, step_until_all_decode
 
 from graphspec import Engine, SamplingParams
 
@@ -52,6 +52,7 @@ def decoding(engine: Engine, prompts: Sequence[list[int]], params: SamplingParam
         while engine.has_unfinished_requests():
             engine.step()
         engine.drain()
+        rest(engine)
 
 
 def timed_steps(engine: Engine, steps: int) -> Turn:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench_common import rest
 from step_parts import wrapped
 
 from graphspec import Engine, SamplingParams
@@ -86,6 +87,7 @@ def serve(
             served.tpot.append((times[i][-1] - times[i][0]) / (len(tokens[i]) - 1))
     served.counts = {name: value - before[name] for name, value in totals(engine).items()}
     engine.reset_prefix_cache()
+    rest(engine)
     return served
 
 
@@ -115,3 +117,4 @@ def capture_graphs(engine: Engine, sampler: str) -> None:
             step.capture(key)
 
     engine._runner.on_stream(capture)
+    rest(engine)
