@@ -54,5 +54,5 @@ def plot_bars(path: Path | None, title: str, x: str, bars: Mapping[str, Mapping[
         left = {name: left[name] + length for name, length in zip(names, lengths, strict=True)}
     axes.set(title=title, xlabel=x)
     axes.invert_yaxis()
-    axes.legend(fontsize="small", ncols=4)
+    figure.legend(loc="outside lower center", fontsize="small", ncols=5)
     figure.savefig(path, dpi=120)
