@@ -19,7 +19,7 @@ from graphspec.step import IntArray
 
 MARGIN = 0.05  # another k must promise so much more before it is taken
 HORIZON = 64.0  # rows after which an observed acceptance counts for half, roughly
-PRIOR_RATE, PRIOR_ROWS = 0.3, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
+PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
 PROBE_SHARE = 0.01  # of the time goes into trying a k that was not tried for long
 PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tries of one k, and until it is given up
 

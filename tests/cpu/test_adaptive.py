@@ -13,7 +13,7 @@ from conftest import VOCAB, tiny_model
 from same_text import NearTies, Scorer, assert_same_text
 
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.adaptive import AdaptiveK, RunningAcceptance, StepCosts, halving_tiers, step_towards
+from graphspec.adaptive import PRIOR_RATE, AdaptiveK, RunningAcceptance, StepCosts, halving_tiers, step_towards
 from graphspec.iteration import Iteration, PrefillInputs
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -40,7 +40,7 @@ def test_a_step_costs_its_median_or_what_its_number_of_tokens_suggests() -> None
 def test_acceptance_is_conditional_recent_and_inherited_where_nothing_was_seen() -> None:
     acceptance = RunningAcceptance(3)
     none = acceptance.expected()
-    assert none == pytest.approx([0.0, 0.5, 0.75, 0.875])
+    assert none == pytest.approx(np.cumsum([0.0, *(PRIOR_RATE**i for i in (1, 2, 3))]).tolist())
     for _ in range(50):
         acceptance.record(np.array([0, 1, 2, 2] * 4), 2)
     assert acceptance.expected()[1:3] == pytest.approx([0.75, 1.25], abs=0.03)
@@ -92,7 +92,7 @@ def test_with_one_tier_there_is_nothing_to_choose() -> None:
     policy = AdaptiveK((3,), lambda rows: rows)
     policy.answered(4, 3, 1.0, np.zeros(4, np.int64), 3)
     assert policy.choose(4, 0) == 3
-    assert policy.acceptance.expected()[1] == 0.5  # nothing was learnt
+    assert policy.acceptance.expected()[1] == PRIOR_RATE  # nothing was learnt
 
 
 def wander(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
