@@ -3,7 +3,7 @@
     tokens of a step = rows + rows that speculate * (expected number of accepted drafts at this k)
 
 The best k has most tokens per second. Both factors are measured while serving, so nothing needs to be known about
-model, machine, drafter or text, and k becomes 0 where speculation does not pay (compare Liu et al. 2024, "TurboSpec",
+model, machine, drafter or text, and k becomes 0 where speculation does not pay (compare Liu et al. 2024, "goodput",
 arXiv:2406.14066). Inside a step k is static: every row has 1 + k positions.
 """
 

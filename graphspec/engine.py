@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from collections import deque
@@ -38,6 +39,8 @@ from graphspec.scheduler import Emission, Scheduler, SchedulerConfig
 from graphspec.stats import EngineStats, LoopTimes, snapshot
 from graphspec.vocabulary import shared_ids
 from graphspec.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -100,8 +103,10 @@ class Engine:
             )
         )
         if config.adaptive_speculation:
-            for measured in self._runner.measure_steps():
-                self._scheduler.policy.costs.record(*measured)
+            measured = self._runner.measure_steps()
+            log.info("k is chosen among %s; steps measured as (rows, k, seconds): %s", self._runner.tiers, measured)
+            for step in measured:
+                self._scheduler.policy.costs.record(*step)
         self._in_flight: deque[Launched] = deque()
         self._requests: dict[str, list[Request]] = {}  # completions that have not ended
         self._undelivered: list[StepOutput] = []

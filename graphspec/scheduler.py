@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from graphspec.acceptance import AcceptanceLog, CollapseWatch, VerifiedRows
 from graphspec.adaptive import AdaptiveK, step_towards
+from graphspec.invariants import check, describe
 from graphspec.pages import PageHash, PagePool, page_hashes, salt_word
+from graphspec.reading import catch_up_chunks, fall_behind, learn_unread
 from graphspec.request import FinishReason, Request, TokenLogprobs, sampler_kind
-from graphspec.slots import DECODE, FREE, PREFILL, UNREAD_NONE, SlotTable
+from graphspec.slots import DECODE, FREE, PREFILL, SlotTable
 from graphspec.stats import SpecStats
 from graphspec.step import (
     Admission,
@@ -33,8 +34,6 @@ from graphspec.step import (
     StepResult,
     placeholders_of_decode,
 )
-
-DESCRIBED = ("epoch", "settled", "prefilled", "placeholders", "sampling", "limit", "last_step", "num_pages")
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,8 @@ class Scheduler:
         admissions: list[Admission] = []
         budget = self.config.max_prefill_tokens
         catch_up = None
-        if num_draft_next and not num_draft:
-            catch_up, all_read = self._catch_up(budget if len(decode_slots) else 0, step)
+        if num_draft_next and not num_draft and self.config.reads_prompt:
+            catch_up, all_read = catch_up_chunks(table, budget if len(decode_slots) else 0, step)
             budget = budget if catch_up is None else 0  # a launch has these chunks or those of prompts
             num_draft_next = num_draft_next if all_read else 0
         prefilling = np.flatnonzero(table.phase == PREFILL)
@@ -154,13 +153,16 @@ class Scheduler:
             return None
         self._next_step += 1
         if not num_draft_next and self.config.reads_prompt:
-            self._fall_behind(decode, prefill)
+            if decode is not None:
+                fall_behind(table, decode.slots)
+            if prefill is not None:
+                fall_behind(table, prefill.sampling)
         if decode is not None:
             self.policy.launched(num_draft)
         self._proposed = num_draft_next
         return StepPlan(step, tuple(admissions), prefill, decode, num_draft_next, catch_up)
 
-    # How many drafts, and what the drafter has read.
+    # How many drafts.
 
     def _choose_k(self) -> tuple[int, int]:
         """Drafts that the launch consumes and that it proposes. A drafter that drafts ahead always proposes the most;
@@ -173,48 +175,6 @@ class Scheduler:
         if config.drafts_ahead:
             return wanted, config.max_draft
         return self._proposed, step_towards(config.tiers, self._proposed, wanted)
-
-    def _fall_behind(self, decode: DecodeRows | None, prefill: PrefillRows | None) -> None:
-        """The drafter does not read what this launch emits. Where that begins is known with the answer, unless every
-        launch in flight emits exactly one token."""
-        table = self.table
-        rows = [] if decode is None else [decode.slots]
-        rows += [] if prefill is None else [prefill.slots[prefill.final]]
-        for slots in rows:
-            new = slots[table.unread[slots] == UNREAD_NONE]
-            table.unread[new], table.unread_known[new] = table.settled[new], False
-
-    def _catch_up(self, budget: int, step: int) -> tuple[PrefillRows | None, bool]:
-        """Chunks, of at most `budget` tokens, of what the drafter has not read, and whether it has read everything with
-        them. Since rows fell behind they emitted exactly one token per launch, so what is known is exact."""
-        table = self.table
-        behind = np.flatnonzero((table.phase == DECODE) & (table.unread != UNREAD_NONE))
-        ready = table.unread_known[behind] & (table.placeholders[behind] == table.sampling[behind])
-        slots = behind[ready]
-        known = table.settled[slots] + table.placeholders[slots]
-        missing = known - table.unread[slots]
-        lengths = np.minimum(missing, np.maximum(0, budget - (missing.cumsum() - missing)))
-        chosen = lengths > 0
-        all_read = bool(ready.all() and (lengths == missing).all())
-        slots, lengths = slots[chosen], lengths[chosen]
-        starts = table.unread[slots].copy()
-        table.unread[slots] += lengths
-        if all_read:
-            table.unread[behind] = UNREAD_NONE
-        if not len(slots):
-            return None, all_read
-        table.last_step[slots] = step
-        unscored = np.zeros(len(slots), np.int64)
-        return PrefillRows(
-            slots=slots,
-            epochs=table.epoch[slots],
-            starts=starts,
-            lengths=lengths,
-            final=unscored > 0,
-            scored_to=unscored,
-            page_table=table.page_table[slots],
-            sampler="greedy",
-        ), all_read
 
     def _pages_needed(self, slots: IntArray, placeholders: int) -> IntArray:
         """Pages the slots must own before a launch that adds `placeholders` to each."""
@@ -372,14 +332,6 @@ class Scheduler:
         foreseen = rows.num_foreseen[table.speculates[slots]]
         self.policy.answered(len(decode.slots), decode.num_draft, seconds, foreseen, visible)
 
-    def _learn_unread(self, slots: IntArray, computed: IntArray) -> None:
-        """The answer to a launch without drafting says where the drafter's knowledge of its rows ends, if it ended
-        there."""
-        table = self.table
-        waiting = (table.unread[slots] != UNREAD_NONE) & ~table.unread_known[slots]
-        table.unread[slots[waiting]] = computed[waiting] + 1
-        table.unread_known[slots[waiting]] = True
-
     def _score_prompts(self, chunks: PrefillRows, logprobs: LogprobRows) -> None:
         """Hand the log-probabilities of prompt tokens to the requests that asked for them. Chunks of one request are
         answered in order; after a preemption they start over."""
@@ -408,7 +360,7 @@ class Scheduler:
         table.placeholders[slots] -= placeholders
         table.sampling[slots] -= 1
         if self.config.reads_prompt and not plan.num_draft_next:
-            self._learn_unread(slots, rows.computed)
+            learn_unread(table, slots, rows.computed)
 
         # Finish rules hold per emitted token: cut after the first stop id, and at the limit.
         assert (rows.computed == table.settled[slots] - 1).all(), "the device and the host disagree about a slot"
@@ -524,48 +476,11 @@ class Scheduler:
 
     def describe(self) -> dict[str, Any]:
         """Queues, slots and pages in JSON types, for `Engine.dump_state`."""
-        table, pool = self.table, self.pool
-        running = [
-            {
-                "slot": slot,
-                "request_id": request.request_id,
-                "index": request.index,
-                "phase": "prefill" if table.phase[slot] == PREFILL else "decode",
-                **{name: int(getattr(table, name)[slot]) for name in DESCRIBED},
-            }
-            for slot, request in enumerate(table.request)
-            if request is not None
-        ]
-        pages = {"available": pool.num_available, "fenced": pool.num_fenced, "known_by_hash": pool.num_known}
-        return {"waiting": [r.request_id for r in self.waiting], "running": running, "pages": pages}
+        return describe(self.table, self.pool, self.waiting)
 
     def check(self, in_flight: list[StepPlan]) -> None:
         """Assert every invariant of queues, slots and pages, given the launches that are not answered yet."""
-        table = self.table
-        self.pool.check(page for slot in range(table.num_slots) for page in table.pages(slot))
-        placeholders, sampling = np.zeros_like(table.placeholders), np.zeros_like(table.sampling)
-        for plan in in_flight:
-            if (p := plan.prefill) is not None:
-                current = p.slots[p.final & (table.epoch[p.slots] == p.epochs)]
-                placeholders[current] += 1
-                sampling[current] += 1
-            if (d := plan.decode) is not None:
-                current = d.slots[table.epoch[d.slots] == d.epochs]
-                placeholders[current] += placeholders_of_decode(d.num_draft)
-                sampling[current] += 1
-        assert (placeholders == table.placeholders).all(), "placeholders are not the sum over launches in flight"
-        assert (sampling == table.sampling).all(), "sampling launches are not the sum over launches in flight"
-        running = np.flatnonzero(table.phase != FREE)
-        assert (table.settled[running] < table.limit[running]).all(), "a request runs past its limit"
-        for slot in running.tolist():
-            request = table.request[slot]
-            assert request is not None
-            assert request.slot == slot
-            assert table.settled[slot] == request.num_tokens, "settled differs from what was delivered"
-            owned, reach = int(table.num_pages[slot]), int(table.settled[slot])
-            assert owned * self.config.page_size >= reach, "a request owns fewer pages than it has settled tokens"
-            assert (table.page_table[slot, owned:] == table.scratch_page).all()
-        assert all(a.rank < b.rank for a, b in pairwise(self.waiting))
+        check(self.table, self.pool, self.waiting, in_flight, self.config.page_size)
 
 
 def _rank(request: Request) -> int:

@@ -61,6 +61,11 @@ class PrefillRows:
     sampler: str
 
     @property
+    def sampling(self) -> IntArray:
+        """Slots of the final chunks."""
+        return self.slots[self.final]
+
+    @property
     def num_scored(self) -> IntArray:
         """Positions of each chunk that return log-probabilities, the leading ones. [C]"""
         scored: IntArray = np.clip(self.scored_to - self.starts, 0, self.lengths)

@@ -127,7 +127,7 @@ CHANGING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("variant", CHANGING, ids=str)
 def test_a_changing_k_changes_no_text(variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scenarios 11 and 13: every k up to 5 and back, launches of different k in flight together."""
+    """Scenarios 30 and 34: every k up to 5 and back, launches of different k in flight together."""
     prompts, params = requests(8)
     common: dict[str, Any] = {"max_num_seqs": 4, "graph_rows": (2, 4), "page_size": 8, "max_model_len": 96}
     with Engine(tiny_model(), config=EngineConfig(**common, depth=0, num_speculative_tokens=0)) as plain:
@@ -193,6 +193,25 @@ def test_costs_are_measured_at_start_and_while_serving() -> None:
         engine.generate(prompts, params, progress=False)
         assert len(costs._median) > 4
         assert engine.stats().off_graph_decode_steps == 0
+
+
+def test_prompts_do_not_count_when_k_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario 25: rows in the middle of their prompt, and requests without speculation, bring no drafts."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(AdaptiveK, "choose", lambda self, rows, speculating: asked.append((rows, speculating)) or 1)
+    config = EngineConfig(
+        num_speculative_tokens=1, adaptive_speculation=True, max_num_seqs=3, max_model_len=96, depth=0,
+        max_prefill_tokens=8,
+    )  # fmt: skip
+    with Engine(tiny_model(), config=config) as engine:
+        engine.add_request([5, 6], SamplingParams(max_tokens=30, ignore_eos=True))
+        engine.step()
+        engine.add_request([7, 8], SamplingParams(max_tokens=30, ignore_eos=True, speculation=False))
+        engine.step()
+        engine.add_request([9] * 40, SamplingParams(max_tokens=4, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+    assert asked == [(0, 0), (1, 1), *[(2, 1)] * 5]
 
 
 @pytest.mark.parametrize(
