@@ -198,7 +198,12 @@ def test_costs_are_measured_at_start_and_while_serving() -> None:
 def test_prompts_do_not_count_when_k_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenario 25: rows in the middle of their prompt, and requests without speculation, bring no drafts."""
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(AdaptiveK, "choose", lambda self, rows, speculating: asked.append((rows, speculating)) or 1)
+
+    def choose(self: AdaptiveK, num_rows: int, num_speculating: int) -> int:
+        asked.append((num_rows, num_speculating))
+        return 1
+
+    monkeypatch.setattr(AdaptiveK, "choose", choose)
     config = EngineConfig(
         num_speculative_tokens=1, adaptive_speculation=True, max_num_seqs=3, max_model_len=96, depth=0,
         max_prefill_tokens=8,
