@@ -28,6 +28,9 @@ SAMPLERS = (*BASES, *(base + extras for base in BASES[2:] for extras in EXTRAS))
 # What the noise is for. Distinct purposes have independent noise.
 PURPOSE_TARGET = 0
 
+# Numbers in a block of logits on a CPU. A few blocks in flight fit into a cache of some megabytes.
+BLOCK_NUMBERS = 8 * 49152
+
 FLOAT32_MIN = torch.finfo(torch.float32).min
 
 
@@ -49,7 +52,12 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     and there u keeps all of its bits: the largest noise is log(2**32), 22.2, with the resolution of m + 1/2 below it.
     Towards 1, u is rounded to 24 bits and the noise ends at -2.8. Two tokens share a value with probability 2**-31.
     """
-    word = _mix((_mix(token_ids * as_int32(0x9E3779B9)) ^ keys[..., 0]).add_(keys[..., 1]))
+    return _noise(_mix(token_ids * as_int32(0x9E3779B9)), keys)
+
+
+def _noise(token_words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`gumbel` of tokens that were mixed already."""
+    word = _mix((token_words ^ keys[..., 0]).add_(keys[..., 1]))
     u = word.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-(2.0**-31))  # negative from here on
     return u.clamp_(min=2.0**-24 - 1.0).log1p_().neg_().log_().neg_()
 
@@ -81,12 +89,48 @@ def sample(logits: torch.Tensor, positions: torch.Tensor, params: SamplingRows, 
         return logits.argmax(dim=-1)
     logits = logits.float()
     keys = position_keys(params.seed, params.completion, positions, PURPOSE_TARGET).unsqueeze(-2)  # [R, Q, 1, 2]
-    vocabulary = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    scores = gumbel(keys, vocabulary).mul_(params.temperature.view(-1, 1, 1)).add_(logits)
-    # 0 for what survives the filters, -inf for the rest. A clamped threshold keeps -inf - -inf out of it.
-    barrier = logits - lowest_logit(logits, params, base).clamp(min=FLOAT32_MIN)
-    barrier = torch.threshold_(barrier, -1e-30, float("-inf")).clamp_(max=0.0)
+    temperature = params.temperature.view(-1, 1, 1).expand(*positions.shape, 1)
+    # A clamped threshold keeps -inf - -inf out of it.
+    lowest = lowest_logit(logits, params, base).clamp(min=FLOAT32_MIN)
+    if logits.device.type == "cpu":
+        tokens: torch.Tensor = draw_in_blocks(logits, keys, temperature, lowest)
+        return tokens
+    return draw(logits, token_words(logits), keys, temperature, lowest)
+
+
+def token_words(logits: torch.Tensor) -> torch.Tensor:
+    """The ids of all tokens, mixed for `_noise`. [V]"""
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return _mix(ids * as_int32(0x9E3779B9))
+
+
+def draw(
+    logits: torch.Tensor, words: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor, lowest: torch.Tensor
+) -> torch.Tensor:
+    """The token with the largest sum of logit and noise, of those whose logit is not below `lowest`. `logits`
+    `[..., V]`, `words` `[V]`, `keys` `[..., 1, 2]`, `temperature` and `lowest` `[..., 1]` -> `[...]`."""
+    scores = _noise(words, keys).mul_(temperature).add_(logits)
+    # 0 for what survives the filters, -inf for the rest.
+    barrier = torch.threshold_(logits - lowest, -1e-30, float("-inf")).clamp_(max=0.0)
     return scores.add_(barrier).argmax(dim=-1)
+
+
+@torch.library.custom_op("graphspec::draw_in_blocks", mutates_args=())
+def draw_in_blocks(
+    logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor, lowest: torch.Tensor
+) -> torch.Tensor:
+    """`draw` for a CPU: a block of rows stays in the cache through its two dozen passes."""
+    words, size = token_words(logits), logits.shape[-1]
+    rows = logits.reshape(-1, size), keys.reshape(-1, 1, 2), temperature.reshape(-1, 1), lowest.reshape(-1, 1)
+    blocks = zip(*(torch.split(own, max(1, BLOCK_NUMBERS // size)) for own in rows), strict=True)
+    return torch.cat([draw(own, words, *given) for own, *given in blocks]).view(logits.shape[:-1])
+
+
+@draw_in_blocks.register_fake
+def _draw_in_blocks_shape(
+    logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor, lowest: torch.Tensor
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
 
 
 def lowest_logit(logits: torch.Tensor, params: SamplingRows, base: str) -> torch.Tensor:

@@ -12,7 +12,17 @@ import torch
 from distributions import FILTERS, PLAIN, assert_chi_square, expected_probabilities, rows_of
 
 from graphspec.request import SamplerNeeds, SamplingParams, sampler_kind
-from graphspec.sampling import BASES, SAMPLERS, gumbel, lowest_logit, position_keys, sample
+from graphspec.sampling import (
+    BASES,
+    SAMPLERS,
+    draw,
+    draw_in_blocks,
+    gumbel,
+    lowest_logit,
+    position_keys,
+    sample,
+    token_words,
+)
 from graphspec.state import MASK32, as_int32
 
 SERVES = {
@@ -191,3 +201,16 @@ def test_noise_is_finite_and_exact_for_extreme_hash_words(word: int) -> None:
     noise = float(gumbel(key, torch.tensor(token, dtype=torch.int32)))
     uniform = ((word & 0x7FFFFFFF) + 0.5) / 2**31
     assert noise == pytest.approx(-math.log(-math.log1p(-min(uniform, 1 - 2**-24))), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("numbers", [1, 64, 150, 10_000])
+def test_drawing_in_blocks_of_rows_is_drawing_at_once(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, whatever the size of a block; an op that shows what it reads and writes."""
+    monkeypatch.setattr("graphspec.sampling.BLOCK_NUMBERS", numbers)
+    logits = 3 * torch.randn(3, 5, 50)
+    keys = torch.randint(-(2**31), 2**31 - 1, (3, 5, 1, 2), dtype=torch.int32)
+    temperature = torch.tensor([0.0, 0.7, 1.5]).view(3, 1, 1).expand(3, 5, 1)
+    lowest = logits.topk(20, dim=-1).values[..., -1:]
+    whole = draw(logits, token_words(logits), keys, temperature, lowest)
+    assert torch.equal(draw_in_blocks(logits, keys, temperature, lowest), whole)
+    torch.library.opcheck(draw_in_blocks, (logits, keys, temperature, lowest))
