@@ -94,9 +94,13 @@ class AdaptiveK:
         self._credit = 0.0  # seconds that may be lost on trying
         self._probe, self._steps_left, self._patience = self._current, 0, 0
 
+    @property
+    def chooses(self) -> bool:
+        return len(self.tiers) > 1
+
     def choose(self, num_rows: int, num_speculating: int) -> int:
         """k for a step of `num_rows`, of which `num_speculating` accept drafts."""
-        if len(self.tiers) == 1 or not num_rows:
+        if not self.chooses or not num_rows:
             return self._current
         rows, expected = self._pad(num_rows), self.acceptance.expected()
         tokens = {k: num_rows + num_speculating * expected[k] for k in self.tiers}
@@ -131,7 +135,7 @@ class AdaptiveK:
     def answered(self, num_rows: int, k: int, seconds: float | None, num_foreseen: IntArray, visible: int) -> None:
         """Learn from an answered step of `num_rows`: its device time, if nothing else ran in it, and the drafts of the
         rows that speculate, see `RunningAcceptance.record`."""
-        if len(self.tiers) == 1:
+        if not self.chooses:
             return
         if seconds is not None:
             self.costs.record(self._pad(num_rows), k, seconds)

@@ -204,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.num_speculative_tokens, help="drafts per request and step; 0 is off")  # fmt: skip
     add("--adaptive-speculation", action="store_true", help="choose k anew for every step, up to the number above")
     add("--drafter", choices=DRAFTERS, default=defaults.drafter)
-    add("--draft-model", help="drafts with this causal LM of the same vocabulary: a name as for --model")
+    add("--draft-model", help="drafts with this causal LM of the same tokenizer: a name as for --model")
     add("--draft-shares-noise", action=argparse.BooleanOptionalAction, default=defaults.draft_shares_noise,
         help="the draft model draws with the noise and the processors of the model")  # fmt: skip
     add("--ngram-pool", type=int, metavar="N", default=defaults.ngram_pool,

@@ -99,7 +99,7 @@ class Engine:
                 table_width=self.config.table_width,
                 reads_prompt=drafter.reads_prompt,
                 drafts_ahead=drafter.drafts_ahead,
-                rungs=self._runner.graph_plan.ladder.rungs,
+                pad=self._runner.graph_plan.ladder.pad,
             )
         )
         if config.adaptive_speculation:

@@ -10,6 +10,7 @@ a launch in flight will accept.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class SchedulerConfig:
     """The limits the scheduler works with.
 
     tiers          every k a step may have, ascending
-    rungs          row counts of captured steps, ascending
+    pad            rows of the captured step that serves so many
     table_width    entries of a page-table row
     reads_prompt, drafts_ahead   of the drafter, see `drafting.protocol`
     """
@@ -55,15 +56,11 @@ class SchedulerConfig:
     table_width: int
     reads_prompt: bool = False
     drafts_ahead: bool = True
-    rungs: tuple[int, ...] = ()
+    pad: Callable[[int], int] = int  # no padding
 
     @property
     def max_draft(self) -> int:
         return self.tiers[-1]
-
-    def pad(self, rows: int) -> int:
-        """Rows of the captured step that serves `rows`."""
-        return next((rung for rung in self.rungs if rung >= rows), rows)
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ class Scheduler:
         """Drafts that the launch consumes and that it proposes. A drafter that drafts ahead always proposes the most;
         otherwise the choice is about the next launch, and goes to a neighbouring tier, for which there is a graph."""
         table, config = self.table, self.config
-        if len(config.tiers) == 1:
+        if not self.policy.chooses:
             return config.max_draft, config.max_draft
         running = table.phase == DECODE
         wanted = self.policy.choose(int(running.sum()), int((running & table.speculates).sum()))
@@ -324,7 +321,9 @@ class Scheduler:
         return emissions
 
     def _learn(self, decode: DecodeRows, rows: RowResults, seconds: float | None) -> None:
-        """What an answer says about costs and acceptance."""
+        """What an answer says about costs and acceptance, if there is a k to choose by it."""
+        if not self.policy.chooses:
+            return
         table = self.table
         alive = table.epoch[decode.slots] == decode.epochs
         slots, rows = decode.slots[alive], rows.take(alive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -26,6 +27,16 @@ class Case:
     dim: int = 64
     window: int | None = None
     softcap: float | None = None
+
+
+def random_case(rng: random.Random, rows: int, *, packed: bool) -> Case:
+    """Any shape, lengths at and between page edges; decode rows of one width, or packed chunks of different ones."""
+    width, kv_heads = rng.randint(1, 7), rng.randint(1, 2)
+    queries = tuple(rng.randint(1, 24) if packed else width for _ in range(rows))
+    lengths = tuple(q + rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 700))) for q in queries)
+    heads, page, dim = kv_heads * rng.randint(1, 3), rng.choice((1, 4, 8, 16, 48)), rng.choice((64, 96, 128, 256))
+    window, softcap = rng.choice((None, rng.randint(1, 30), rng.randint(1, 600))), rng.choice((None, 4.0))
+    return Case(queries, lengths, page, heads, kv_heads, dim, window, softcap)
 
 
 class Launch:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from paged_launch import DECODES, PREFILLS, Case, Launch, assert_dense
+from paged_launch import DECODES, PREFILLS, Case, Launch, assert_dense, random_case
 
 import attention.cpu_schedule
 from attention import AttentionShape, AttentionSpec, AttnInputs, Bucket, CpuBackend, ReferenceBackend
@@ -95,12 +95,7 @@ def test_random_cases_on_random_pages_equal_dense_float64(packed: bool, monkeypa
     monkeypatch.setattr(attention.cpu_schedule, "GROUP_BYTES", 1 << 18)
     rng = random.Random(5)
     for seed in range(40):
-        rows, width, kv_heads = rng.randint(1, 5), rng.randint(1, 7), rng.randint(1, 2)
-        queries = tuple(rng.randint(1, 24) if packed else width for _ in range(rows))
-        lengths = tuple(q + rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 700))) for q in queries)
-        heads, page, dim = kv_heads * rng.randint(1, 3), rng.choice((1, 4, 8, 16, 48)), rng.choice((64, 96, 128, 256))
-        window, softcap = rng.choice((None, rng.randint(1, 30), rng.randint(1, 600))), rng.choice((None, 4.0))
-        check(Launch(Case(queries, lengths, page, heads, kv_heads, dim, window, softcap), seed), packed=packed)
+        check(Launch(random_case(rng, rng.randint(1, 5), packed=packed), seed), packed=packed)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
