@@ -7,8 +7,7 @@ from graphs.checks import Difference, compare_replay, poison
 from graphs.compile import RegionCompiler, check_compiler
 from graphs.guard import CaptureGuard, Finding
 from graphs.key import BucketLadder, GraphKey, GraphPlan
-from graphs.packed import LinearPacker, check_packing
-from graphs.recorded import RecordedProgram, in_turn, record
+from graphs.recorded import RecordedProgram, record
 from graphs.store import GraphStore, LedgerLine, create_backend
 from graphs.stream import CpuStream, CudaStream, Event, Stream, StreamError, create_stream
 
@@ -31,7 +30,6 @@ __all__ = [
     "GraphPlan",
     "GraphStore",
     "LedgerLine",
-    "LinearPacker",
     "Output",
     "PersistentBuffers",
     "RecordedProgram",
@@ -41,11 +39,9 @@ __all__ = [
     "TensorSpec",
     "capture",
     "check_compiler",
-    "check_packing",
     "compare_replay",
     "create_backend",
     "create_stream",
-    "in_turn",
     "poison",
     "record",
 ]

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.module_tracker import ModuleTracker
 
+from graphs.bindings import binding
 from graphs.capture import BakedValue, CaptureError, Output, as_tuple
 
 # Folded constants larger than this are made anew in every replay.
@@ -69,17 +70,6 @@ class Node:
 # What puts other nodes in the place of a record's, once, before the first replay: takes the nodes, the Refs that are
 # returned, and the tensor behind a Ref (of the recording run; only its shape, layout and storage may be relied upon).
 Rewrite = Callable[[Sequence[Node], Sequence[Ref], Callable[[Ref], torch.Tensor]], list[Node]]
-
-
-def in_turn(rewrites: Sequence[Rewrite]) -> Rewrite | None:
-    """One rewrite that applies several, the first one first; None for none."""
-
-    def apply(nodes: Sequence[Node], results: Sequence[Ref], tensor: Callable[[Ref], torch.Tensor]) -> list[Node]:
-        for rewrite in rewrites:
-            nodes = rewrite(nodes, results, tensor)
-        return list(nodes)
-
-    return apply if rewrites else None
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -151,12 +141,15 @@ class RecordedProgram:
         self.nodes = [_substitute(node, folded) for i, node in enumerate(recorder.nodes) if i not in done]
         results = [folded.get(r, r) for r in (recorder.ref(t) for t in as_tuple(output))]
         self.baked = tuple(_baked_values(recorder.nodes))
-        steps = self.nodes
-        if rewrite is not None:
-            steps = rewrite(steps, results, lambda r: self.outside[r.index] if r.outside else recorder.tensor(r))
+
+        def tensor(ref: Ref) -> torch.Tensor:
+            return self.outside[ref.index] if ref.outside else recorder.tensor(ref)
+
+        steps = self.nodes if rewrite is None else rewrite(self.nodes, results, tensor)
         self.source = source if steps == self.nodes else None
         self.num_ops: int | None = len(steps)
-        self._run = _compile(steps, self.outside, results, single=isinstance(output, torch.Tensor))
+        bound = [_bind(node, tensor) for node in steps]
+        self._run = _compile(bound, self.outside, results, single=isinstance(output, torch.Tensor))
 
     def run(self) -> Output:
         return self._run()
@@ -236,6 +229,13 @@ def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Re
 def _substitute(node: Node, folded: dict[Ref, Ref]) -> Node:
     args, kwargs = tree_map(lambda x: folded.get(x, x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
     return replace(node, args=args, kwargs=kwargs)
+
+
+def _bind(node: Node, tensor: Callable[[Ref], torch.Tensor]) -> Node:
+    if not isinstance(node.op, OpOverload):
+        return node
+    args, kwargs = tree_map(lambda x: tensor(x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
+    return replace(node, op=binding(node.op, args, kwargs))
 
 
 def _baked_values(nodes: Sequence[Node]) -> Iterator[BakedValue]:

@@ -58,9 +58,9 @@ class EngineConfig:
     enforce_eager            run decode steps without captured graphs or compilation: the oracle of every graph
     compile                  hand what a graph captures to Inductor first; None: off on the CPU, on with CUDA
     pack_weights             keep the weights of linear layers once more, in half precision and in the order in which
-                             decode steps read them, where that loses less than a rounding of float32 (checkpoints in
+                             products read them, where that loses less than a rounding of float32 (checkpoints in
                              bfloat16 or float16); they must not change while the engine lives. None: on where it can
-                             be, with float32 on a CPU with AVX2, and off with enforce_eager
+                             be, on a CPU with AVX2
     debug                    check every invariant of the scheduler, and who writes which buffer, in every step (slow)
     watchdog_seconds         report a launch that does not come back for so long; 0 is off
     seed                     seeds the seeds of requests that bring none; None: from the operating system
@@ -136,8 +136,6 @@ class EngineConfig:
             (self.capture in ("auto", "lazy", "eager"), f'unknown capture "{self.capture}": use auto, lazy or eager'),
             (not self.self_test or (self.capture != "lazy" and not self.enforce_eager),
              "self_test checks graphs at start-up: leave capture and enforce_eager at their defaults with it"),
-            (not self.pack_weights or not self.enforce_eager,
-             "pack_weights changes what captured graphs read, and enforce_eager captures none: leave one of them out"),
             (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
         )  # fmt: skip
         for holds, sentence in rules:

@@ -17,11 +17,12 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from graphs import StreamError, check_compiler, check_packing
+from graphs import StreamError, check_compiler
 from graphspec.acceptance import AcceptanceReport
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.intake import Intake, Prompt
 from graphspec.model import PagedModel, draft_module, load_module, model_path, open_draft
+from graphspec.packing import check_packing
 from graphspec.paging import kv_layout
 from graphspec.request import (
     MAX_PRIORITY,
@@ -68,7 +69,7 @@ class Engine:
         if config.compile:
             check_compiler(device)
         if config.pack_weights:
-            check_packing(device, next(model.parameters()).dtype)
+            check_packing(device)
         module = draft_module(config, model, draft_model)
         with ExitStack() as undo:
             paged = PagedModel(model)
@@ -128,7 +129,7 @@ class Engine:
         device = resolve_device(config.device)
         dtype = DTYPES.get(config.dtype, torch.float32 if device.type == "cpu" else None)
         if config.pack_weights:
-            check_packing(device, dtype)
+            check_packing(device)
         module = load_module(model, dtype, device)
         return cls(module, AutoTokenizer.from_pretrained(model_path(model)), config)
 

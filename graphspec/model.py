@@ -6,6 +6,7 @@ Modules and their forwards are never patched. The per-launch `AttnInputs` travel
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from attention import AttentionBackend, AttentionSpec, AttnInputs, Planless
 from graphspec.builtin_model import NAME as BUILTIN_NAME
 from graphspec.builtin_model import builtin_model_path
 from graphspec.config import EngineConfig
+from graphspec.packing import SiblingFinder, Siblings
 
 # Names that contain "flash", "sdpa", "flex" or "paged|" take other paths inside transformers.
 ATTENTION_NAME = "graphspec_paged"
@@ -156,6 +158,8 @@ class PagedModel:
         self._previous_attention = text._attn_implementation
         module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.kv_caches: list[torch.Tensor] = []
+        self.linears: list[Siblings] = []  # linear layers that run in a forward pass, known once KV is bound
+        self._mode: AbstractContextManager[Any] = nullcontext()
         heads = text.num_attention_heads
         self.facts = ModelFacts(
             vocab_size=text.vocab_size,
@@ -181,14 +185,19 @@ class PagedModel:
         for module in self.attention_modules:
             object.__setattr__(module, "paged_backend", backend)
 
+    def run_under(self, mode: AbstractContextManager[Any]) -> None:
+        """Enter `mode` around every forward pass."""
+        self._mode = mode
+
     def _probe(self) -> tuple[AttentionSpec, ...]:
         """One token through the model with a backend that only counts: every layer must call it exactly once."""
         device = next(self.module.parameters()).device
         one = torch.zeros((1, 1), dtype=torch.int64, device=device)
         zero = torch.zeros(1, dtype=torch.int32, device=device)
         inputs = AttnInputs(zero, zero, zero, zero)
-        with torch.no_grad():
+        with torch.no_grad(), SiblingFinder() as finder:
             self.forward(one, one, inputs, 1)
+        self.linears = finder.siblings(self.module.parameters())
         calls = [cast(_CountingBackend, m.paged_backend).specs for m in self.attention_modules]
         if not calls or any(len(specs) != 1 for specs in calls):
             raise UnsupportedModelError("the model does not compute its attention through the attention interface")
@@ -208,14 +217,15 @@ class PagedModel:
         No cache argument is named: `use_cache=False` keeps transformers' own cache out of the way.
         """
         asked = {"output_hidden_states": True} if hidden_layers else {}
-        out = self.module(
-            input_ids=input_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            paged=paged,
-            **asked,
-        )
+        with self._mode:
+            out = self.module(
+                input_ids=input_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                paged=paged,
+                **asked,
+            )
         return out.logits, tuple(out.hidden_states[layer] for layer in hidden_layers)
 
     def close(self) -> None:
@@ -223,7 +233,7 @@ class PagedModel:
             if hasattr(module, "paged_kv"):
                 del module.paged_kv
                 del module.paged_backend
-        self.kv_caches = []
+        self.kv_caches, self.linears, self._mode = [], [], nullcontext()
         self.module.set_attn_implementation(self._previous_attention)  # type: ignore[operator]
 
 

@@ -20,7 +20,6 @@ from graphs import (
     RegionCompiler,
     create_backend,
     create_stream,
-    in_turn,
 )
 from graphspec.config import EngineConfig, ResolvedConfig
 from graphspec.decode_step import DecodeStep
@@ -29,7 +28,7 @@ from graphspec.explain import REJECTION
 from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
 from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
-from graphspec.packing import linear_packer
+from graphspec.packing import packed_linears
 from graphspec.paging import Paging, attach_kv
 from graphspec.request import kind_parts
 from graphspec.sampling import BASES, SAMPLERS
@@ -137,14 +136,15 @@ class Runner:
         self._audit = user.debug
         compiled = user.compile if user.compile is not None else device.type == "cuda"
         self._compiler = RegionCompiler() if compiled else None
-        packer = linear_packer(user, device, model.facts.dtype, self.constants())
-        rewrites = [rewrite for rewrite in (packer, self._compiler) if rewrite is not None]
+        for each in (model, draft):
+            if each is not None and (packed := packed_linears(user, device, each.linears)) is not None:
+                each.run_under(packed)
         self.decode_step = DecodeStep(
             self._iteration,
             model.kv_caches,
             buckets=decode_buckets(self.graph_plan),
             table_width=config.table_width,
-            backend=create_backend(device, in_turn(rewrites)),
+            backend=create_backend(device, self._compiler),
         )
         self._stream = create_stream(device)  # last: what was made so far is complete before its first work
         try:

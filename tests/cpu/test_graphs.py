@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from graphs import (
     Audit,
@@ -26,6 +27,7 @@ from graphs import (
     poison,
     record,
 )
+from graphs.bindings import binding
 from graphs.capture import Output
 
 CPU = torch.device("cpu")
@@ -320,3 +322,32 @@ def test_a_plan_finds_keys_that_were_not_captured_and_captured_ones_that_nobody_
         plan.check([key for key in keys if key != plan.key(2, 3, 3, "plain")])
     with pytest.raises(ValueError, match=r"no step can ask for the graphs GraphKey\(kind='decode', rows=4"):
         plan.check([*keys, keys[0]._replace(rows=4)])
+
+
+A = torch.ops.aten
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], bool]] = [
+    (A.mul.Tensor, (torch.ones(2, 3), torch.ones(3)), {}, True),
+    (A.mul.Tensor, (torch.ones(2, 3), 2.5), {}, True),
+    (A.mul.Scalar, (torch.ones(2, 3), 2.5), {}, False),  # torch.mul makes a tensor of the number
+    (A.add.Tensor, (torch.ones(2, 3), torch.ones(3)), {"alpha": 2}, True),
+    (A.sum.dim_IntList, (torch.ones(2, 3), [1], True), {}, True),
+    (A.max.dim, (torch.ones(2, 3), 1), {}, True),
+    (A.view.default, (torch.ones(2, 3), [3, 2]), {}, True),
+    (A.split_with_sizes.default, (torch.ones(2, 3), [1, 2], 1), {}, True),
+    (A.index_put_.default, (torch.ones(2, 3), [torch.tensor([1])], torch.ones(3)), {}, True),
+    (A.silu.default, (torch.ones(2, 3),), {}, True),
+    (A.full.default, ([2, 3], 1.5), {"dtype": torch.float64, "device": torch.device("cpu")}, False),  # adds more
+    (A.slice.Tensor, (torch.ones(2, 3), 1, 0, 2), {}, False),  # has no name in Python
+]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs", "found"), CALLS, ids=lambda value: str(value)[:24])
+def test_a_binding_calls_the_very_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: bool) -> None:
+    before = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, args)
+    bound = binding(op, args, kwargs)
+    assert (bound is not op) == found
+    for a, b in zip(tree_leaves(args), tree_leaves(before), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b  # finding it computes nothing
+    for a, b in zip(tree_leaves(bound(*args, **kwargs)), tree_leaves(op(*before, **kwargs)), strict=True):
+        assert torch.equal(a, b)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
