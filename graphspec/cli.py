@@ -230,7 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--enforce-eager", action="store_true", help="no captured graphs")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the decode forward")
     add("--pack-weights", action=argparse.BooleanOptionalAction, default=None,
-        help="on the CPU in float32: decode steps read weights in half precision where that loses nothing")  # fmt: skip
+        help="on the CPU: read weights in half precision where that loses nothing")  # fmt: skip
+    add("--batch-invariant", action="store_true", help="on the CPU: bit-equal logits whatever else is in the batch")
     add("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="requests that run at once")
     add("--max-model-len", type=int, help="most tokens of a request, prompt and answer; default: the model's limit")
     add("--num-pages", type=int, help="KV pages; default: what the memory allows")

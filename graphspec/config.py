@@ -61,6 +61,9 @@ class EngineConfig:
                              products read them, where that loses less than a rounding of float32 (checkpoints in
                              bfloat16 or float16); they must not change while the engine lives. None: on where it can
                              be, on a CPU with AVX2
+    batch_invariant          the logits of a token have the same bits for every batch, k, chunking of prompts and after
+                             preemption, so texts are equal without exceptions; on the CPU, for models all of whose
+                             linear layers can be packed, at the price of a few padded rows
     debug                    check every invariant of the scheduler, and who writes which buffer, in every step (slow)
     watchdog_seconds         report a launch that does not come back for so long; 0 is off
     seed                     seeds the seeds of requests that bring none; None: from the operating system
@@ -96,6 +99,7 @@ class EngineConfig:
     enforce_eager: bool = False
     compile: bool | None = None
     pack_weights: bool | None = None
+    batch_invariant: bool = False
     debug: bool = False
     watchdog_seconds: float = 120.0
     seed: int | None = None
@@ -136,6 +140,12 @@ class EngineConfig:
             (self.capture in ("auto", "lazy", "eager"), f'unknown capture "{self.capture}": use auto, lazy or eager'),
             (not self.self_test or (self.capture != "lazy" and not self.enforce_eager),
              "self_test checks graphs at start-up: leave capture and enforce_eager at their defaults with it"),
+            (not self.batch_invariant or self.pack_weights is not False,
+             "batch_invariant needs packed weights: leave pack_weights out with it"),
+            (not self.batch_invariant or not self.compile,
+             "batch_invariant: compiled code rounds differently for every shape: leave compile out with it"),
+            (not self.batch_invariant or self.attention_backend in ("auto", "cpu"),
+             f'batch_invariant needs attention_backend "auto" or "cpu", got "{self.attention_backend}"'),
             (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
         )  # fmt: skip
         for holds, sentence in rules:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.overrides import TorchFunctionMode
 
 from graphspec.config import EngineConfig
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 # Four roundings of float32, relative to the length of a row. A sum of its hundreds of terms makes hundreds.
 MAX_LOSS = 2.0**-22
+MOST_TRIED = 512  # rows; blocks are at most 120 high, and repeat
 MULTIPLY = torch.ops.quantized.linear_dynamic_fp16.default
 PREPACK = torch.ops.quantized.linear_prepack_fp16.default
 
@@ -77,18 +78,26 @@ class SiblingFinder(TorchFunctionMode):
 class PackedProduct:
     """Sibling layers as one product with one pack."""
 
-    def __init__(self, layers: Siblings) -> None:
-        self.layers = layers
+    def __init__(self, layers: Siblings, multiple: int = 1) -> None:
+        """`multiple`: rows are padded to one of it."""
+        self.layers, self._multiple = layers, multiple
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self._pack = PREPACK(weight.float(), torch.cat(biases).float() if biases else None)
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """`[..., K]` -> the output `[..., N]` of each layer, in the dtype of `x`."""
-        product: torch.Tensor = MULTIPLY(x.float(), self._pack).to(x.dtype)
+        product = self._padded(x.float()) if self._multiple > 1 else MULTIPLY(x.float(), self._pack)
+        product = product.to(x.dtype)
         if len(self.layers) == 1:
             return (product,)
         return product.split_with_sizes([len(layer.weight) for layer in self.layers], dim=-1)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        missing = -len(rows) % self._multiple
+        product: torch.Tensor = MULTIPLY(pad(rows, (0, 0, 0, missing)), self._pack)
+        return product[: len(rows)].view(*x.shape[:-1], -1)
 
 
 class PackedLinears(TorchFunctionMode):
@@ -97,8 +106,13 @@ class PackedLinears(TorchFunctionMode):
     Weights must not change as long as this lives: a pack does not follow. For one thread at a time.
     """
 
-    def __init__(self, layers: Iterable[Siblings]) -> None:
+    def __init__(self, layers: Iterable[Siblings], *, batch_invariant: bool = False) -> None:
+        """With `batch_invariant` a row has the same bits in a product of any number of rows.
+
+        Raises ValueError if that cannot be had here.
+        """
         super().__init__()
+        multiple = invariant_multiple() if batch_invariant else 1
         self._products: dict[int, PackedProduct] = {}  # by weight
         self._input: tuple[torch.Tensor, int] | None = None  # of the last product, and its version
         self._outputs: dict[int, torch.Tensor] = {}  # of the last product, by weight, that nobody has asked for yet
@@ -107,7 +121,9 @@ class PackedLinears(TorchFunctionMode):
             fitting = tuple(layer for layer in group if fits_half(layer.weight))
             self.num_refused += len(group) - len(fitting)
             if fitting:
-                self._products |= dict.fromkeys((id(layer.weight) for layer in fitting), PackedProduct(fitting))
+                self._products |= dict.fromkeys(
+                    (id(layer.weight) for layer in fitting), PackedProduct(fitting, multiple)
+                )
 
     @property
     def num_packed(self) -> int:
@@ -136,21 +152,45 @@ class PackedLinears(TorchFunctionMode):
         return self._outputs.pop(id(weight))
 
 
+def invariant_multiple() -> int:
+    """The number to a multiple of which rows are padded so that a row has the same bits in a product of any number of
+    them: FBGEMM cuts rows into blocks, and its kernels for some heights of blocks add up in another order. Which ones
+    depends on the processor alone, so it is tried on one small product.
+
+    Raises ValueError if no number will do.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 64, generator=generator) for n in (MOST_TRIED, 32))
+    product = PackedProduct((LinearLayer(weight.half().float(), None),))
+    for multiple in range(1, 25):
+        counts = range(multiple, MOST_TRIED + 1, multiple)
+        (expected,) = product(x[: counts[-1]])
+        if all(torch.equal(product(x[:count])[0], expected[:count]) for count in counts):
+            return multiple
+    raise ValueError("batch_invariant: the products of this processor depend on the number of their rows; leave it out")
+
+
 def packed_linears(user: EngineConfig, device: torch.device, layers: Iterable[Siblings]) -> PackedLinears | None:
     """The mode under which a model with these `layers` runs; None if its weights are to stay as they are.
 
-    Raises ValueError if `pack_weights` asks for packs and there can be none.
+    Raises ValueError if `pack_weights` or `batch_invariant` asks for packs and there can be none.
     """
     if user.pack_weights is False:
         return None
     try:
         check_packing(device)
     except ValueError as reason:
-        if user.pack_weights:
+        if user.pack_weights or user.batch_invariant:
             raise
         log.info("linear layers read plain weights: %s", reason)
         return None
-    return PackedLinears(layers)
+    packed = PackedLinears(layers, batch_invariant=user.batch_invariant)
+    if user.batch_invariant and packed.num_refused:
+        raise ValueError(
+            f"batch_invariant packs every linear layer in half precision, which cannot hold {packed.num_refused} of "
+            "this model's weights: leave it out, or load a checkpoint in bfloat16 or float16"
+        )
+    return packed
 
 
 def check_packing(device: torch.device) -> None:

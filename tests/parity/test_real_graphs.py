@@ -22,9 +22,9 @@ PROMPTS = read_prompts(BUILTIN_PROMPTS)
 
 def serve(batch: int, **config: Any) -> tuple[list[list[int]], Engine]:
     """`batch` requests at once, arriving in turn, some of which end early and some at max_model_len; depth 0, so that
-    two engines make the same launches. Weights stay plain, so that graphs have the bits of eager."""
+    two engines make the same launches."""
     common: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "depth": 0, "max_model_len": 96, "max_prefill_tokens": 40}
-    engine = Engine.from_pretrained(NAME, EngineConfig(**common, pack_weights=False, **config))
+    engine = Engine.from_pretrained(NAME, EngineConfig(**common, **config))
     waiting = [
         (
             prompt[:150],
@@ -60,7 +60,7 @@ def test_every_step_replays_a_graph_and_tokens_are_those_of_eager(batch: int) ->
 @pytest.mark.parametrize("k", [3, pytest.param(0, marks=pytest.mark.parity)])
 def test_a_replay_equals_eager_in_every_op(k: int) -> None:
     """Logits included: each op of the step has the same bits."""
-    config = EngineConfig(num_speculative_tokens=k, max_num_seqs=4, depth=0, max_model_len=256, pack_weights=False)
+    config = EngineConfig(num_speculative_tokens=k, max_num_seqs=4, depth=0, max_model_len=256)
     with Engine.from_pretrained(NAME, config) as engine:
         for prompt in PROMPTS[:3]:
             engine.add_request(prompt[:200], SamplingParams(max_tokens=40, ignore_eos=True))

@@ -1,0 +1,110 @@
+"""`batch_invariant`: the same bits for a token whatever else is in its launch, so no near-tie is ever met."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from conftest import VOCAB, tiny_model
+from torch import nn
+
+from attention.native import NoNativeError, native_library
+from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
+from graphspec.packing import has_fbgemm
+
+
+def native_reason() -> str | None:
+    try:
+        native_library()
+    except NoNativeError as reason:
+        return str(reason)
+    return None
+
+
+pytestmark = [
+    pytest.mark.skipif(not has_fbgemm(), reason="needs FBGEMM and AVX2"),
+    pytest.mark.skipif(native_reason() is not None, reason=f"needs the compiled attention kernel: {native_reason()}"),
+]
+
+PARAMS = [
+    SamplingParams(max_tokens=32, logprobs=2),
+    SamplingParams(max_tokens=32, temperature=0.8, seed=1, logprobs=2),
+    SamplingParams(max_tokens=32, temperature=1.1, top_k=20, top_p=0.9, seed=2, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=32, temperature=0.9, top_p=0.8, repetition_penalty=1.2, seed=3, logprobs=2),
+]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "k 0, together": {"num_speculative_tokens": 0},
+    "k 1, small chunks of prompts": {"num_speculative_tokens": 1, "max_prefill_tokens": 5},
+    "k 4, five at once": {"num_speculative_tokens": 4, "depth": 2, "max_num_seqs": 5},
+    "k 7": {"num_speculative_tokens": 7, "depth": 3, "max_num_seqs": 12},
+    "k 4, preempted": {"num_speculative_tokens": 4, "depth": 2, "num_pages": 24},
+    "k adapted": {"num_speculative_tokens": 5, "adaptive_speculation": True},
+    "a draft model": {"num_speculative_tokens": 3, "draft": "qwen3"},
+    "eager": {"num_speculative_tokens": 3, "enforce_eager": True},
+}
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Random prompts with a repeated part, so that n-grams match, two of which begin alike."""
+    rng = random.Random(count)
+    parts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 12))] * rng.randint(1, 4) for _ in range(count)]
+    return [*parts[:-1], parts[0] + parts[-1]]
+
+
+def half_model(architecture: str) -> nn.Module:
+    """A tiny model whose weights half precision holds, as those of most checkpoints."""
+    model = tiny_model(architecture)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.half())
+    return model
+
+
+def run(
+    architecture: str, every: list[list[int]], params: list[SamplingParams], *, draft: str = "", **config: Any
+) -> tuple[list[Completion], EngineStats]:
+    config = {"max_num_seqs": 8, "page_size": 8, "max_model_len": 160, "max_prefill_tokens": 32, **config}
+    other = half_model(draft) if draft else None
+    with Engine(
+        half_model(architecture), config=EngineConfig(batch_invariant=True, **config), draft_model=other
+    ) as engine:
+        return engine.generate(every, params, progress=False), engine.stats()
+
+
+def alone(architecture: str, count: int) -> list[Completion]:
+    """k = 0, depth 0, one request at a time: the plainest engine."""
+    return [
+        run(
+            architecture,
+            [prompt],
+            [PARAMS[i % len(PARAMS)]],
+            num_speculative_tokens=0,
+            depth=0,
+            max_num_seqs=1,
+        )[0][0]
+        for i, prompt in enumerate(prompts(count))
+    ]
+
+
+@pytest.fixture(scope="module")
+def baseline() -> list[Completion]:
+    return alone("llama", 12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_log_probability_has_the_bits_of_a_request_alone(baseline: list[Completion], variant: str) -> None:
+    done, stats = run("llama", prompts(12), [PARAMS[i % len(PARAMS)] for i in range(12)], **VARIANTS[variant])
+    for one, other in zip(baseline, done, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+    assert (stats.num_preemptions > 0) == ("preempted" in variant)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "mistral"])
+def test_other_architectures(architecture: str) -> None:
+    params = [PARAMS[i % len(PARAMS)] for i in range(6)]
+    done, _ = run(architecture, prompts(6), params, num_speculative_tokens=4, max_prefill_tokens=7)
+    for one, other in zip(alone(architecture, 6), done, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
