@@ -95,7 +95,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "cache", "tables", "lengths", "starts")),
         *((name, ctypes.c_void_p) for name in ("slots", "out")),
         *((f"{of}_{by}", ctypes.c_int64) for of in ("query", "key", "value") for by in ("row", "head", "token")),
-        *((name, ctypes.c_int64) for name in ("table_width", "length")),
+        *((name, ctypes.c_int64) for name in ("table_width", "new_tokens")),
         *((name, ctypes.c_int32) for name in ("rows", "tokens", "heads", "kv_heads", "head_dim", "page_size")),
         *((name, ctypes.c_int32) for name in ("window", "dtype", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),

@@ -1,15 +1,15 @@
 // Paged attention on the CPU: stores the new K and V of a launch, then attends with its queries.
 //
-// A vector holds one number each of as many queries as it has lanes: the query heads that share a KV head, for one new
-// token after the other. So every query goes through the same operations in the same order, whatever stands in the
-// other lanes, and its result has the same bits in any batch. Both products are then one loop: a number of K or V, the
-// same for every lane, times a vector, added up by fused multiply-add. (Compiled with -ffp-contract=fast, a * b + c is
-// that one instruction wherever the processor has it.)
+// The bits of a query's result follow from the query, its position and the K and V it sees, and from nothing else in
+// the launch. Queries that share a KV head (the heads of a group, for one new token after the other) stand in the lanes
+// of vectors and go through the same operations in the same order, wherever they stand: every sum is a chain of fused
+// multiply-adds over dimensions or keys, in their order. (Compiled with -ffp-contract=fast, a * b + c is one
+// instruction wherever the processor has it.) A key that a query does not see weighs exactly 0 and changes no bit, so
+// queries that see different keys can share a vector. That asks for finite K and V, as 0 times infinity is not 0.
 //
-// Where keys are cut depends on their positions alone. BLOCK keys are scored at once and join a running softmax; every
-// CHUNK keys it starts anew, so threads can share a long row, and the chunks' results are folded first to last. A key
-// that a query does not see weighs exactly 0 and changes no bit: that is what lets queries that see different keys
-// share a vector. K and V must be finite, as 0 times infinity is not 0; places behind the end of a row are never read.
+// Where keys are cut depends on their positions alone. A block of them is scored at once and joins a running softmax,
+// which starts anew with every chunk, so that threads can share a long row; chunks are then folded first to last.
+// Places behind the end of a row, or before all its windows, are never read.
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +17,9 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+
+#define NOINLINE __attribute__((noinline))  // one copy, so one choice of instructions, and its own registers
+#define UNROLL _Pragma("GCC unroll 16")                // or GCC keeps sums in memory
 
 namespace {
 
@@ -28,13 +31,16 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-constexpr int BLOCK = 64;           // keys; the K and V of a block stay in the first cache
-constexpr int CHUNK = 512;          // keys, a multiple of BLOCK
-constexpr int MOST_QUERIES = 48;    // that share a pass over K and V, if more than one token's
-constexpr int64_t QUANTUM = 60000;  // vector multiply-adds that are worth waking a thread for
+constexpr int BLOCK = 64;           // keys; K or V of a block fit into the first cache
+constexpr int CHUNK = 256;          // keys, a multiple of BLOCK
+constexpr int MOST_QUERIES = 48;    // that share a pass over K and V, unless one token brings more
+constexpr int64_t QUANTUM = 60000;  // vector multiply-adds that are worth another thread
 constexpr float NOTHING = -1e30f;   // the peak of no scores; finite, so that it can be subtracted from itself
+
+enum DType { FLOAT32, BFLOAT16, FLOAT16 };
 
 struct Strides {
     int64_t row, head, token;  // in elements; those of the last dimension are consecutive
@@ -42,16 +48,17 @@ struct Strides {
 
 // What attention/native.py passes, field by field.
 struct Call {
-    const float* query;  // [B, Hq, L, D]
-    const void *key, *value;  // [B, Hkv, L, D], in the dtype of the cache
-    void* cache;  // [pages, 2, Hkv, page_size, D]
-    const int32_t *tables, *lengths, *starts;  // [R, table_width], [R], [R + 1]
-    const int64_t* slots;  // [T]
-    float* out;  // [T, Hq, D]
+    const float* query;               // [B, Hq, L, D]
+    const void *key, *value;          // [B, Hkv, L, D], in the dtype of the cache
+    void* cache;                      // [pages, 2, Hkv, page_size, D]
+    const int32_t *tables, *lengths;  // [R, table_width], [R]
+    const int32_t* starts;            // [R + 1]
+    const int64_t* slots;             // [T]
+    float* out;                       // [T, Hq, D]
     Strides query_strides, key_strides, value_strides;
-    int64_t table_width, length;  // length: L
+    int64_t table_width, new_tokens;  // new_tokens: L
     int32_t rows, tokens, heads, kv_heads, head_dim, page_size, window, dtype, threads;  // window 0: there is none
-    float scale, softcap;  // softcap 0: there is none
+    float scale, softcap;                                                                // softcap 0: there is none
 };
 
 inline float as_float(uint32_t bits) {
@@ -68,24 +75,11 @@ inline float from_float16(uint16_t bits) {
     return size < 0x0f800000 ? (sign ? -value : value) : as_float(sign | size | 0x7f800000);
 }
 
-enum DType { FLOAT32, BFLOAT16, FLOAT16 };
-
-// `count` numbers of the cache as floats: themselves, or converted into `into`.
-inline const float* floats(const char* from, int dtype, int64_t count, float* into) {
-    if (dtype == FLOAT32) return reinterpret_cast<const float*>(from);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
-    if (dtype == BFLOAT16)
-        for (int64_t i = 0; i < count; ++i) into[i] = from_bfloat16(halves[i]);
-    else
-        for (int64_t i = 0; i < count; ++i) into[i] = from_float16(halves[i]);
-    return into;
-}
-
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, at most 2e-7 off, exactly 1 at 0 and exactly 0 far below. The polynomial is that of Cephes' exp2f.
+// 2^x for x <= 0, about 2e-7 off, exactly 1 at 0 and exactly 0 far below. The polynomial is that of Cephes' exp2f.
 inline Floats exp2(Floats x) {
-    const Floats shift = Floats{} + 0x1.8p23f, shifted = x + shift;  // its low bits are x, rounded
+    const Floats shift = Floats{} + 0x1.8p23f, shifted = x + shift;  // whose low bits are x, rounded
     const Floats r = x - (shifted - shift);
     Floats power = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
     power = power * r + 9.618437357674640e-3f;
@@ -98,136 +92,152 @@ inline Floats exp2(Floats x) {
 }
 
 inline Floats tanh(Floats x) {
-    const Floats size = x < 0.0f ? -x : x, square = x * x;
-    const Floats e = exp2(size * -2.8853900817779268f);
+    const Floats size = x < 0.0f ? -x : x, square = x * x, e = exp2(size * float(-2 * M_LOG2E));
     const Floats far = (1.0f - e) / (1.0f + e);
-    Floats near = square * (62.0f / 2835) - 17.0f / 315;
+    Floats near = square * (62.0f / 2835) - 17.0f / 315;  // Taylor, where `far` would cancel
     near = near * square + 2.0f / 15;
     near = near * square - 1.0f / 3;
-    near = near * square * size + size;  // where `far` would cancel
+    near = near * square * size + size;
     const Floats result = size < 0.25f ? near : far;
     return x < 0.0f ? -result : result;
 }
 
 // One row's query heads of one KV head, for some of its new tokens.
 struct Group {
-    int row, kv_head, token, tokens;  // tokens `token` onwards of the launch
-    int oldest, newest;               // positions of the first and the last of them
-    int first;                        // the first position that any of them sees
-    int part, chunks;                 // where its chunks are among those of all groups
-    int vectors;
+    int row, kv_head, token, queries;  // from token `token` of the launch onwards
+    int oldest, newest, first;         // positions of its first and last token, and the first that any of them sees
+    int task, chunks;                  // where its chunks are among those of all groups
+    int vectors() const { return (queries + LANES - 1) / LANES; }
 };
 
 // A softmax under way: for each query the largest score, the sum of the weights, the weighted sum of V.
 struct State {
-    int vectors, dim;
-    Floats* peak;
-    Floats* total() const { return peak + vectors; }
-    Floats* out() const { return peak + 2 * vectors; }  // [D, vectors]
-    static int64_t size(int vectors, int dim) { return int64_t(vectors) * (2 + dim); }
-    void clear() const {
-        std::fill(peak, peak + vectors, Floats{} + NOTHING);
-        std::fill(total(), peak + size(vectors, dim), Floats{});
-    }
-    void fold(const State& next) const;
-};
+    int queries, vectors, width;                             // width: vectors of a head
+    Floats *peak, *total = peak + vectors, *out = total + vectors;  // [vectors], [vectors], [queries, width]
+    static int64_t size(int queries, int vectors, int width) { return 2 * vectors + int64_t(queries) * width; }
 
-__attribute__((noinline)) void State::fold(const State& next) const {
-    for (int v = 0; v < vectors; ++v) {
-        const Floats both = max(peak[v], next.peak[v]);
-        const Floats mine = exp2(peak[v] - both), other = exp2(next.peak[v] - both);
-        peak[v] = both;
-        for (int i = v + vectors; i < size(vectors, dim); i += vectors) {
-            const Floats added = next.peak[i] * other;
-            peak[i] = peak[i] * mine + added;  // the total, then `out`
+    void clear() const {
+        std::fill(peak, total, Floats{} + NOTHING);
+        std::fill(total, out + queries * width, Floats{});
+    }
+
+    // Adds what was found in the keys behind.
+    NOINLINE void fold(const State& next) const {
+        for (int v = 0; v < vectors; ++v) {
+            const Floats both = max(peak[v], next.peak[v]);
+            const Floats mine = exp2(peak[v] - both), other = exp2(next.peak[v] - both);
+            peak[v] = both;
+            total[v] = total[v] * mine + Floats(next.total[v] * other);
+            for (int m = v * LANES; m < std::min(queries, (v + 1) * LANES); ++m)
+                for (int i = m * width; i < (m + 1) * width; ++i)
+                    out[i] = out[i] * mine[m % LANES] + next.out[i] * other[m % LANES];
         }
     }
+};
+
+// The inner step of both products: each of `N` numbers times each of `V` vectors.
+template <int N, int V, typename Number, typename Vector>
+inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
+    Floats factor[V];
+    UNROLL for (int v = 0; v < V; ++v) {
+        factor[v] = vector(v);
+#if defined(__x86_64__)
+        asm("" : "+x"(factor[v]));  // in a register: GCC would load it again for every n, and loads are what is short
+#endif
+    }
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int v = 0; v < V; ++v) sum[n][v] = number(n) * factor[v] + sum[n][v];
 }
 
-// The scores of `N` keys for `V` vectors of queries.
+// Scores of `N` keys for `V` of the `vectors` that hold queries.
 template <int N, int V>
-inline void score(const float* const* key, int dim, const Floats* query, int vectors, Floats* scores) {
-    const float* from[N];
+NOINLINE void score(const float* const* keys, int dim, const Floats* query, int vectors, Floats* scores) {
+    const float* key[N];
     Floats sum[N][V] = {};
-    for (int n = 0; n < N; ++n) from[n] = key[n];
-    for (int d = 0; d < dim; ++d, query += vectors)
-        for (int n = 0; n < N; ++n)
-            for (int v = 0; v < V; ++v) sum[n][v] = from[n][d] * query[v] + sum[n][v];
-    for (int n = 0; n < N; ++n)
-        for (int v = 0; v < V; ++v) scores[n * vectors + v] = sum[n][v];
+    UNROLL for (int n = 0; n < N; ++n) key[n] = keys[n];
+    for (int64_t d = 0; d < dim; ++d, query += vectors)
+        multiply_add<N, V>([&](int n) { return key[n][d]; }, [&](int v) { return query[v]; }, sum);
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int v = 0; v < V; ++v) scores[n * vectors + v] = sum[n][v];
 }
 
-// Adds `N` dimensions, from the `d`th, of `count` weighted values to `out`, for `V` vectors of queries.
+// Adds `V` vectors of each value, from dimension `d` onwards, to the sums of `N` queries, whose weights for the next
+// value lie `stride` behind. The sums are `width` vectors each.
 template <int N, int V>
-inline void add(const float* const* value, int count, int d, const Floats* weights, int vectors, Floats* out) {
+NOINLINE void add(const float* const* values, int count, int64_t d, const float* weights, int stride, Floats* out,
+                  int width) {
     Floats sum[N][V];
-    for (int n = 0; n < N; ++n)
-        for (int v = 0; v < V; ++v) sum[n][v] = out[n * vectors + v];
-    for (int j = 0; j < count; ++j, weights += vectors)
-        for (int n = 0; n < N; ++n)
-            for (int v = 0; v < V; ++v) sum[n][v] = value[j][d + n] * weights[v] + sum[n][v];
-    for (int n = 0; n < N; ++n)
-        for (int v = 0; v < V; ++v) out[n * vectors + v] = sum[n][v];
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int v = 0; v < V; ++v) sum[n][v] = out[n * width + v];
+    for (int j = 0; j < count; ++j, weights += stride) {
+        const Unaligned* value = reinterpret_cast<const Unaligned*>(values[j] + d);
+        multiply_add<N, V>([&](int n) { return weights[n]; }, [&](int v) { return Floats(value[v]); }, sum);
+    }
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int v = 0; v < V; ++v) out[n * width + v] = sum[n][v];
 }
 
-// As many keys, or dimensions, at once as registers hold the sums of, for one, two or three vectors.
-template <typename Tile> void tiled(int count, int vectors, Tile tile) {
-    auto column = [&](auto width, int v) {
-        constexpr int V = decltype(width)::value, N = V == 1 ? 8 : 4;
-        int n = 0;
-        for (; n + N <= count; n += N) tile(std::integral_constant<int, N>{}, width, n, v);
-        for (; n < count; ++n) tile(std::integral_constant<int, 1>{}, width, n, v);
+// Covers `rows` and the columns from `column` onwards with tiles of N x V, lower ones for the last rows, and returns
+// the column that is left.
+template <int N, int V, typename Tile> int tiled(int rows, int column, int columns, Tile tile) {
+    const auto down = [&](auto height, int row) {
+        for (; row + height <= rows; row += height) tile(height, std::integral_constant<int, V>{}, row, column);
+        return row;
     };
-    int v = 0;
-    for (; v + 3 <= vectors; v += 3) column(std::integral_constant<int, 3>{}, v);
-    if (vectors - v == 2) column(std::integral_constant<int, 2>{}, v);
-    if (vectors - v == 1) column(std::integral_constant<int, 1>{}, v);
+    for (; column + V <= columns; column += V) {
+        const int row = down(std::integral_constant<int, N / 2>{}, down(std::integral_constant<int, N>{}, 0));
+        down(std::integral_constant<int, 1>{}, row);
+    }
+    return column;
 }
 
-// Scratch memory of a thread, which grows and stays.
+// Memory of a thread, which grows and stays.
 struct Scratch {
     std::vector<Floats> query, scores, states;
     std::vector<Ints> positions;
     std::vector<float> converted;
-    static Floats* of(std::vector<Floats>& memory, int64_t size) {
-        if (int64_t(memory.size()) < size) memory.resize(size);
-        return memory.data();
-    }
 };
+
+template <typename T> T* of(std::vector<T>& memory, int64_t size) {
+    if (int64_t(memory.size()) < size) memory.resize(size);
+    return memory.data();
+}
 
 class Launch {
 public:
-    explicit Launch(const Call& call) : call(call), dim(call.head_dim), share(call.heads / call.kv_heads), item(call.dtype == FLOAT32 ? 4 : 2) {
+    explicit Launch(const Call& call)
+        : call(call), dim(call.head_dim), width((dim + LANES - 1) / LANES), share(call.heads / call.kv_heads),
+          item(call.dtype == FLOAT32 ? 4 : 2) {
         plan();
     }
 
     void run() {
         static thread_local Scratch shared;
-        const bool split = int64_t(groups.size()) < 32 * call.threads;  // else there is enough to do, and less to keep
-        const int64_t size = State::size(most_vectors, dim);
-        Floats* parts = split ? Scratch::of(shared.states, size * int64_t(tasks.size())) : nullptr;
         const int threads = int(std::min<int64_t>(call.threads, 1 + work / QUANTUM));
-        #pragma omp parallel num_threads(threads) if (threads > 1)
+        const bool split = int64_t(groups.size()) < 32 * call.threads;  // else whole groups are enough to share out
+        Floats* parts = split ? of(shared.states, part_size * int64_t(tasks.size())) : nullptr;
+#pragma omp parallel num_threads(threads) if (threads > 1)
         {
             static thread_local Scratch scratch;
-            #pragma omp for
+#pragma omp for
             for (int token = 0; token < call.tokens; ++token) store(token);
             if (split) {
-                #pragma omp for schedule(dynamic)
-                for (size_t i = 0; i < tasks.size(); ++i) {
+#pragma omp for schedule(dynamic)
+                for (int i = 0; i < int(tasks.size()); ++i) {
                     const Group& group = groups[tasks[i].group];
                     load(group, scratch);
-                    attend(group, tasks[i].chunk, scratch, State{group.vectors, dim, parts + i * size});
+                    attend(group, tasks[i].chunk, scratch, state_of(group, parts + i * part_size));
                 }
-                #pragma omp for
-                for (size_t g = 0; g < groups.size(); ++g) {
-                    const State state{groups[g].vectors, dim, parts + groups[g].part * size};
-                    for (int i = 1; i < groups[g].chunks; ++i) state.fold({state.vectors, dim, state.peak + i * size});
-                    write(groups[g], state);
+#pragma omp for
+                for (int g = 0; g < int(groups.size()); ++g) {
+                    Floats* part = parts + groups[g].task * part_size;
+                    const State sum = state_of(groups[g], part);
+                    for (int i = 1; i < groups[g].chunks; ++i) sum.fold(state_of(groups[g], part + i * part_size));
+                    write(groups[g], sum);
                 }
             } else {
-                #pragma omp for schedule(dynamic)
-                for (size_t g = 0; g < groups.size(); ++g) whole(groups[g], scratch);
+#pragma omp for schedule(dynamic)
+                for (int g = 0; g < int(groups.size()); ++g) attend_all(groups[g], scratch);
             }
         }
     }
@@ -238,11 +248,10 @@ private:
     };
 
     const Call& call;
-    const int dim, share, item;  // share: query heads of a KV head; item: bytes of a number of the cache
+    const int dim, width, share, item;  // width: vectors of a head; share: heads of a group; item: bytes of a number
     std::vector<Group> groups;
     std::vector<Task> tasks;
-    int most_vectors = 0;
-    int64_t work = 0;
+    int64_t part_size = 0, work = 0;
 
     void plan() {
         const int step = std::max(1, MOST_QUERIES / share);
@@ -250,103 +259,138 @@ private:
             const int start = call.starts[row], count = call.starts[row + 1] - start;
             for (int token = 0; token < count; token += step) {
                 const int tokens = std::min(step, count - token), oldest = call.lengths[row] - count + token;
-                const int newest = oldest + tokens - 1, vectors = (tokens * share + LANES - 1) / LANES;
-                const int first = call.window ? std::max(0, oldest - call.window + 1) : 0;
+                const int newest = oldest + tokens - 1, first = call.window ? std::max(0, oldest - call.window + 1) : 0;
                 const int chunk = first / CHUNK, chunks = newest / CHUNK - chunk + 1;
-                most_vectors = std::max(most_vectors, vectors);
-                work += int64_t(newest + 1 - first) * vectors * dim * 2 * call.kv_heads;
-                for (int head = 0; head < call.kv_heads; ++head) {
-                    const int part = int(tasks.size());
+                Group group{row, 0, start + token, tokens * share, oldest, newest, first, 0, chunks};
+                part_size = std::max(part_size, State::size(group.queries, group.vectors(), width));
+                work += int64_t(newest + 1 - first) * group.vectors() * dim * 2 * call.kv_heads;
+                for (; group.kv_head < call.kv_heads; ++group.kv_head) {
+                    group.task = int(tasks.size());
                     for (int i = 0; i < chunks; ++i) tasks.push_back({int(groups.size()), chunk + i});
-                    groups.push_back({row, head, start + token, tokens, oldest, newest, first, part, chunks, vectors});
+                    groups.push_back(group);
                 }
             }
         }
     }
+
+    State state_of(const Group& group, Floats* memory) const { return {group.queries, group.vectors(), width, memory}; }
 
     char* place(int64_t page, int which, int head, int offset) const {
         const int64_t heads = (page * 2 + which) * call.kv_heads + head;
         return static_cast<char*>(call.cache) + (heads * call.page_size + offset) * dim * item;
     }
 
+    static int64_t at(const Strides& strides, int64_t row, int64_t head, int64_t token) {
+        return row * strides.row + head * strides.head + token * strides.token;
+    }
+
     void store(int token) const {
-        const int64_t page = call.slots[token] / call.page_size, b = token / call.length, l = token % call.length;
-        const int offset = int(call.slots[token] % call.page_size);
-        const auto copy = [&](int which, const void* from, const Strides& strides) {
-            const char* at = static_cast<const char*>(from) + (b * strides.row + l * strides.token) * item;
-            for (int head = 0; head < call.kv_heads; ++head)
-                std::memcpy(place(page, which, head, offset), at + head * strides.head * item, dim * item);
-        };
-        copy(0, call.key, call.key_strides);
-        copy(1, call.value, call.value_strides);
+        const int64_t page = call.slots[token] / call.page_size, row = token / call.new_tokens;
+        const int offset = int(call.slots[token] % call.page_size), l = int(token % call.new_tokens);
+        const char *key = static_cast<const char*>(call.key), *value = static_cast<const char*>(call.value);
+        for (int head = 0; head < call.kv_heads; ++head) {
+            std::memcpy(place(page, 0, head, offset), key + at(call.key_strides, row, head, l) * item, dim * item);
+            std::memcpy(place(page, 1, head, offset), value + at(call.value_strides, row, head, l) * item, dim * item);
+        }
     }
 
     // Brings the queries of a group into lanes, scaled so that scores are exponents of 2 (or what is capped).
     void load(const Group& group, Scratch& scratch) const {
-        float* query = reinterpret_cast<float*>(Scratch::of(scratch.query, int64_t(dim) * group.vectors));
-        scratch.positions.assign(group.vectors, Ints{} + group.newest);
-        std::memset(query, 0, sizeof(Floats) * dim * group.vectors);
+        const int vectors = group.vectors(), lanes = vectors * LANES;
         const float factor = call.softcap ? call.scale / call.softcap : call.scale * float(M_LOG2E);
-        for (int m = 0; m < group.tokens * share; ++m) {
-            const int64_t token = group.token + m / share, head = group.kv_head * share + m % share;
-            const Strides& strides = call.query_strides;
-            const float* from = call.query + token / call.length * strides.row + token % call.length * strides.token;
-            for (int d = 0; d < dim; ++d)
-                query[d * group.vectors * LANES + m] = from[head * strides.head + d] * factor;
+        scratch.query.assign(int64_t(dim) * vectors, Floats{});
+        scratch.positions.assign(vectors, Ints{} + group.newest);
+        float* query = reinterpret_cast<float*>(scratch.query.data());
+        for (int m = 0; m < group.queries; ++m) {
+            const int token = group.token + m / share, head = group.kv_head * share + m % share;
+            const float* from =
+                call.query + at(call.query_strides, token / call.new_tokens, head, token % call.new_tokens);
+            for (int d = 0; d < dim; ++d) query[d * lanes + m] = from[d] * factor;
             scratch.positions[m / LANES][m % LANES] = group.oldest + m / share;
         }
     }
 
-    // Attends to the keys of a chunk that the group sees.
+    void attend_all(const Group& group, Scratch& scratch) const {
+        Floats* memory = of(scratch.states, 2 * part_size);
+        const State sum = state_of(group, memory), next = state_of(group, memory + part_size);
+        load(group, scratch);
+        for (int i = 0; i < group.chunks; ++i) {
+            attend(group, group.first / CHUNK + i, scratch, i ? next : sum);
+            if (i) sum.fold(next);
+        }
+        write(group, sum);
+    }
+
+    // Attends to what the group sees of a chunk.
     void attend(const Group& group, int chunk, Scratch& scratch, const State& state) const {
         state.clear();
         const int end = std::min(group.newest + 1, (chunk + 1) * CHUNK);
         for (int begin = std::max(group.first, chunk * CHUNK), stop; begin < end; begin = stop) {
             stop = std::min(end, (begin / BLOCK + 1) * BLOCK);
-            block(group, begin, stop - begin, scratch, state);
+            attend(group, begin, stop - begin, scratch, state);
         }
     }
 
-    void block(const Group& group, int begin, int count, Scratch& scratch, const State& state) const {
+    // Attends to `count` keys from position `begin` onwards, all of one block.
+    void attend(const Group& group, int begin, int count, Scratch& scratch, const State& state) const {
         const float *keys[BLOCK], *values[BLOCK];
         locate(group, begin, count, scratch, keys, values);
-        const int vectors = group.vectors, dim = this->dim;
+        const int vectors = state.vectors, lanes = vectors * LANES;
         const Floats* query = scratch.query.data();
-        Floats* scores = Scratch::of(scratch.scores, int64_t(BLOCK) * vectors);
-        tiled(count, vectors, [&](auto n, auto width, int j, int v) {
-            score<n, width>(keys + j, dim, query + v, vectors, scores + j * vectors + v);
-        });
+        Floats* scores = of(scratch.scores, BLOCK * int64_t(vectors));
+        const auto score_tile = [&](auto n, auto v, int key, int column) {
+            score<n, v>(keys + key, dim, query + column, vectors, scores + key * vectors + column);
+        };
+        tiled<8, 1>(count, tiled<4, 2>(count, tiled<4, 3>(count, 0, vectors, score_tile), vectors, score_tile), vectors,
+                    score_tile);
         const bool hides = begin + count - 1 > group.oldest || (call.window && begin <= group.newest - call.window);
         for (int v = 0; v < vectors; ++v) {
             if (call.softcap) cap(count, vectors, scores + v);
             if (hides) hide(begin, count, vectors, scratch.positions[v], scores + v);
-            weigh(count, scores, state, v);
+            weigh(count, scores + v, state, v);
         }
-        tiled(dim, vectors, [&](auto n, auto width, int d, int v) {
-            add<n, width>(values, count, d, scores + v, vectors, state.out() + d * vectors + v);
-        });
+        const float* weights = reinterpret_cast<const float*>(scores);
+        const auto add_tile = [&](auto n, auto v, int query, int column) {
+            Floats* out = state.out + query * width + column;
+            add<n, v>(values, count, column * LANES, weights + query, lanes, out, width);
+        };
+        tiled<6, 1>(state.queries, tiled<6, 2>(state.queries, 0, width, add_tile), width, add_tile);
     }
 
-    // Where `count` keys and values from position `begin` onwards are.
+    // Where those keys and values are, as floats with whole vectors to read.
     void locate(const Group& group, int begin, int count, Scratch& scratch, const float** keys,
                 const float** values) const {
-        if (call.dtype != FLOAT32) scratch.converted.resize(2 * BLOCK * dim);
-        float* converted = scratch.converted.data();
         const int32_t* table = call.tables + group.row * call.table_width;
+        const bool converts = call.dtype != FLOAT32 || dim % LANES;
+        const int stride = converts ? width * LANES : dim;
+        float* converted = converts ? of(scratch.converted, 2 * BLOCK * int64_t(stride)) : nullptr;
         for (int j = 0; j < count;) {
             const int page = (begin + j) / call.page_size, offset = (begin + j) % call.page_size;
             const int same = std::min(count - j, call.page_size - offset);
-            const auto at = [&](int which) {
-                float* into = converted + int64_t(which * BLOCK + j) * dim;
-                return floats(place(table[page], which, group.kv_head, offset), call.dtype, int64_t(same) * dim, into);
+            const auto find = [&](int which) {
+                const char* from = place(table[page], which, group.kv_head, offset);
+                if (!converts) return reinterpret_cast<const float*>(from);
+                float* into = converted + (which * BLOCK + j) * stride;
+                for (int i = 0; i < same; ++i) convert(from + i * dim * item, into + i * stride);
+                return const_cast<const float*>(into);
             };
-            const float *key = at(0), *value = at(1);
-            for (const int stop = j + same; j < stop; ++j, key += dim, value += dim) keys[j] = key, values[j] = value;
+            const float *key = find(0), *value = find(1);
+            for (const int stop = j + same; j < stop; ++j, key += stride, value += stride)
+                keys[j] = key, values[j] = value;
         }
     }
 
+    void convert(const char* from, float* into) const {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
+        if (call.dtype == FLOAT32) std::memcpy(into, from, dim * item);
+        if (call.dtype == BFLOAT16)
+            for (int d = 0; d < dim; ++d) into[d] = from_bfloat16(halves[d]);
+        if (call.dtype == FLOAT16)
+            for (int d = 0; d < dim; ++d) into[d] = from_float16(halves[d]);
+    }
+
     void cap(int count, int vectors, Floats* scores) const {
-        const Floats most = Floats{} + call.softcap * float(M_LOG2E);
+        const float most = call.softcap * float(M_LOG2E);
         for (int j = 0; j < count; ++j) scores[j * vectors] = tanh(scores[j * vectors]) * most;
     }
 
@@ -356,44 +400,29 @@ private:
             *scores = (position >= key) & (first <= key) ? *scores : Floats{} - INFINITY;
     }
 
-    // Turns the scores of vector `v` into weights, in whose measure the state then is.
-    static void weigh(int count, Floats* scores, const State& state, int v) {
-        const int vectors = state.vectors;
+    // Turns the scores of vector `v` into weights, after bringing the state to the same measure.
+    NOINLINE static void weigh(int count, Floats* scores, const State& state, int v) {
         Floats peak = state.peak[v];
-        for (int j = 0; j < count; ++j) peak = max(peak, scores[j * vectors + v]);
+        for (int j = 0; j < count; ++j) peak = max(peak, scores[j * state.vectors]);
         const Floats decay = exp2(state.peak[v] - peak);
-        Floats total = state.total()[v] * decay;
+        Floats total = state.total[v] * decay;
         for (int j = 0; j < count; ++j) {
-            const Floats weight = exp2(scores[j * vectors + v] - peak);
-            scores[j * vectors + v] = weight;
+            const Floats weight = exp2(scores[j * state.vectors] - peak);
+            scores[j * state.vectors] = weight;
             total += weight;
         }
         state.peak[v] = peak;
-        state.total()[v] = total;
-        for (int d = 0; d < state.dim; ++d) state.out()[d * vectors + v] *= decay;
-    }
-
-    void whole(const Group& group, Scratch& scratch) const {
-        const int64_t size = State::size(group.vectors, dim);
-        Floats* memory = Scratch::of(scratch.states, 2 * size);
-        const State sum{group.vectors, dim, memory}, next{group.vectors, dim, memory + size};
-        load(group, scratch);
-        attend(group, group.first / CHUNK, scratch, sum);
-        for (int i = 1; i < group.chunks; ++i) {
-            attend(group, group.first / CHUNK + i, scratch, next);
-            sum.fold(next);
-        }
-        write(group, sum);
+        state.total[v] = total;
+        for (int m = v * LANES; m < std::min(state.queries, (v + 1) * LANES); ++m)
+            for (int i = m * state.width; i < (m + 1) * state.width; ++i) state.out[i] *= decay[m % LANES];
     }
 
     void write(const Group& group, const State& state) const {
-        for (int v = 0; v < state.vectors; ++v)
-            for (int d = 0; d < dim; ++d) state.out()[d * state.vectors + v] /= state.total()[v];
-        const float* from = reinterpret_cast<const float*>(state.out());
-        for (int m = 0; m < group.tokens * share; ++m) {
+        for (int m = 0; m < group.queries; ++m) {
             const int64_t token = group.token + m / share, head = group.kv_head * share + m % share;
-            float* out = call.out + (token * call.heads + head) * dim;
-            for (int d = 0; d < dim; ++d) out[d] = from[d * state.vectors * LANES + m];
+            const float* from = reinterpret_cast<const float*>(state.out + m * width);
+            float *out = call.out + (token * call.heads + head) * dim, total = state.total[m / LANES][m % LANES];
+            for (int d = 0; d < dim; ++d) out[d] = from[d] / total;
         }
     }
 };
