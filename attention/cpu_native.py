@@ -7,15 +7,16 @@ number of new tokens and the number of threads.
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from typing import Any
 
 import torch
 
-from attention.native import Call, native_library
-from attention.op import NAMESPACE, SCHEMA, OpBackend, fake_attend, inputs_and_spec
+from attention.native import native_library
+from attention.op import NAMESPACE, SCHEMA, OpBackend, fake_attend
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the cache, as the source numbers them
+CALL = struct.Struct("9P 11q 9i 2f")  # `Call` of the source
 
 torch.library.define(f"{NAMESPACE}::cpu_native", SCHEMA)
 torch.library.register_fake(f"{NAMESPACE}::cpu_native", fake_attend)
@@ -26,25 +27,28 @@ def paged_attention_native(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     """Store `key`/`value` `[B, Hkv, L, D]`, attend with `query` `[B, Hq, L, D]`, return `[B, L, Hq, D]`."""
-    (tables, lens, starts, slots, _), spec = inputs_and_spec(rest)
-    assert kv_cache.is_contiguous() and lens.is_contiguous() and starts.is_contiguous() and slots.is_contiguous()
-    assert tables.dtype == lens.dtype == starts.dtype == torch.int32 and slots.dtype == torch.int64
+    tables, lens, starts, slots, _, scale, window, softcap = rest
+    assert kv_cache.is_contiguous() and tables.dtype is lens.dtype is starts.dtype is torch.int32
     dtype, (batch, heads, length, head_dim) = query.dtype, query.shape
-    query, key, value = _dense(query.float()), _dense(key.to(kv_cache.dtype)), _dense(value.to(kv_cache.dtype))
+    _, _, kv_heads, page_size, _ = kv_cache.shape
+    query = _readable(query, torch.float32)
+    key, value = _readable(key, kv_cache.dtype), _readable(value, kv_cache.dtype)
     out = torch.empty((batch, length, heads, head_dim))
-    pointers = (t.data_ptr() for t in (query, key, value, kv_cache, tables, lens, starts, slots, out))
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    call = Call(
-        *pointers, *strides, tables.stride(0), length, len(lens), batch * length, heads, kv_cache.shape[2], head_dim,
-        kv_cache.shape[3], spec.window or 0, DTYPES[kv_cache.dtype], torch.get_num_threads(), spec.scale,
-        spec.softcap or 0.0,
+    tensors = (query, key, value, kv_cache, tables, lens, starts, slots, out)
+    call = CALL.pack(
+        *[tensor.data_ptr() for tensor in tensors], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        tables.stride(0), length, len(lens), batch * length, heads, kv_heads, head_dim, page_size, window or 0,
+        DTYPES[kv_cache.dtype], torch.get_num_threads(), scale, softcap or 0.0,
     )  # fmt: skip
-    native_library().paged_attention(ctypes.byref(call))
-    return out.to(dtype)
+    native_library().paged_attention(call)
+    return out if dtype is torch.float32 else out.to(dtype)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`, the numbers of the last dimension side by side. Checks cost less here than ops that change nothing."""
+    if tensor.dtype is not dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 class NativeBackend(OpBackend):

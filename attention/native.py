@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 SOURCE = Path(__file__).with_name("paged_attention.cpp")
 COMPILERS = ("c++", "g++", "clang++")
@@ -61,12 +60,15 @@ def load(compiler: Sequence[str], folder: Path) -> ctypes.CDLL:
     reason = ""
     for choice in CHOICES:
         try:
-            return ctypes.CDLL(str(_built([*compiler, *FLAGS, *choice], compiler, folder)))
+            library = ctypes.CDLL(str(_built([*compiler, *FLAGS, *choice], compiler, folder)))
         except subprocess.CalledProcessError as error:
             said = error.stderr.strip().splitlines()
             reason = f"{shlex.join(compiler)} failed: {said[0] if said else f'exit status {error.returncode}'}"
         except OSError as error:
             reason = f"{shlex.join(compiler)}: {error}"
+        else:
+            library.paged_attention.argtypes, library.paged_attention.restype = (ctypes.c_char_p,), None
+            return library
     raise NoNativeError(reason)
 
 
@@ -87,16 +89,3 @@ def _built(compile_with: Sequence[str], link_with: Sequence[str], folder: Path) 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-
-class Call(ctypes.Structure):
-    """`Call` of the source, whose fields are described there."""
-
-    _fields_: Any = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "cache", "tables", "lengths", "starts")),
-        *((name, ctypes.c_void_p) for name in ("slots", "out")),
-        *((f"{of}_{by}", ctypes.c_int64) for of in ("query", "key", "value") for by in ("row", "head", "token")),
-        *((name, ctypes.c_int64) for name in ("table_width", "new_tokens")),
-        *((name, ctypes.c_int32) for name in ("rows", "tokens", "heads", "kv_heads", "head_dim", "page_size")),
-        *((name, ctypes.c_int32) for name in ("window", "dtype", "threads")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    )
