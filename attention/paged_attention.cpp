@@ -36,6 +36,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 constexpr int BLOCK = 64;           // keys; K or V of a block fit into the first cache
 constexpr int CHUNK = 256;          // keys, a multiple of BLOCK
+constexpr int LINE = 64;            // bytes
 constexpr int MOST_QUERIES = 48;    // that share a pass over K and V, unless one token brings more
 constexpr int64_t QUANTUM = 60000;  // vector multiply-adds that are worth another thread
 constexpr float NOTHING = -1e30f;   // the peak of no scores; finite, so that it can be subtracted from itself
@@ -149,14 +150,33 @@ inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
         UNROLL for (int v = 0; v < V; ++v) sum[n][v] = number(n) * factor[v] + sum[n][v];
 }
 
+// Brings rows into the first cache, line by line in the order in which they lie there, as the processor's own
+// prefetching expects it, and a few lines at a time, as those that are on their way are few.
+struct Fetch {
+    const char* const* rows;
+    int count, bytes;
+    int row = 0, byte = 0;
+    void operator()(int lines) {
+        for (; lines > 0 && row < count; --lines) {
+            __builtin_prefetch(rows[row] + byte);
+            byte += LINE;
+            if (byte >= bytes) byte = 0, ++row;
+        }
+    }
+};
+
 // Scores of `N` keys for `V` of the `vectors` that hold queries.
 template <int N, int V>
-NOINLINE void score(const float* const* keys, int dim, const Floats* query, int vectors, Floats* scores) {
+NOINLINE void score(const float* const* keys, int dim, const Floats* query, int vectors, Floats* scores,
+                    Fetch& fetch) {
     const float* key[N];
     Floats sum[N][V] = {};
     UNROLL for (int n = 0; n < N; ++n) key[n] = keys[n];
-    for (int64_t d = 0; d < dim; ++d, query += vectors)
-        multiply_add<N, V>([&](int n) { return key[n][d]; }, [&](int v) { return query[v]; }, sum);
+    for (int64_t d = 0; d < dim;) {
+        fetch(N);
+        for (const int64_t stop = std::min<int64_t>(dim, d + LINE / 4); d < stop; ++d, query += vectors)
+            multiply_add<N, V>([&](int n) { return key[n][d]; }, [&](int v) { return query[v]; }, sum);
+    }
     UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int v = 0; v < V; ++v) scores[n * vectors + v] = sum[n][v];
 }
@@ -165,13 +185,16 @@ NOINLINE void score(const float* const* keys, int dim, const Floats* query, int 
 // value lie `stride` behind. The sums are `width` vectors each.
 template <int N, int V>
 NOINLINE void add(const float* const* values, int count, int64_t d, const float* weights, int stride, Floats* out,
-                  int width) {
+                  int width, Fetch& fetch) {
     Floats sum[N][V];
     UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int v = 0; v < V; ++v) sum[n][v] = out[n * width + v];
-    for (int j = 0; j < count; ++j, weights += stride) {
-        const Unaligned* value = reinterpret_cast<const Unaligned*>(values[j] + d);
-        multiply_add<N, V>([&](int n) { return weights[n]; }, [&](int v) { return Floats(value[v]); }, sum);
+    for (int j = 0; j < count;) {
+        fetch(8);
+        for (const int stop = std::min(count, j + 8); j < stop; ++j, weights += stride) {
+            const Unaligned* value = reinterpret_cast<const Unaligned*>(values[j] + d);
+            multiply_add<N, V>([&](int n) { return weights[n]; }, [&](int v) { return Floats(value[v]); }, sum);
+        }
     }
     UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int v = 0; v < V; ++v) out[n * width + v] = sum[n][v];
@@ -190,6 +213,12 @@ template <int N, int V, typename Tile> int tiled(int rows, int column, int colum
     }
     return column;
 }
+
+// Where the keys and values of a block are in the cache.
+struct Rows {
+    const char *keys[BLOCK], *values[BLOCK];
+    int count;
+};
 
 // Memory of a thread, which grows and stays.
 struct Scratch {
@@ -222,7 +251,7 @@ public:
 #pragma omp for
             for (int token = 0; token < call.tokens; ++token) store(token);
             if (split) {
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(static)  // a thread's chunks follow each other, so its fetching ahead is not for others
                 for (int i = 0; i < int(tasks.size()); ++i) {
                     const Group& group = groups[tasks[i].group];
                     load(group, scratch);
@@ -323,23 +352,41 @@ private:
 
     // Attends to what the group sees of a chunk.
     void attend(const Group& group, int chunk, Scratch& scratch, const State& state) const {
-        state.clear();
+        Rows rows[2];
+        int begin = std::max(group.first, chunk * CHUNK);
         const int end = std::min(group.newest + 1, (chunk + 1) * CHUNK);
-        for (int begin = std::max(group.first, chunk * CHUNK), stop; begin < end; begin = stop) {
-            stop = std::min(end, (begin / BLOCK + 1) * BLOCK);
-            attend(group, begin, stop - begin, scratch, state);
+        state.clear();
+        locate(group, begin, rows[0]);
+        for (int i = 0; begin < end; begin += rows[i].count, i = 1 - i) {
+            locate(group, begin + rows[i].count, rows[1 - i]);
+            attend(group, begin, rows[i], rows[1 - i], scratch, state);
         }
     }
 
-    // Attends to `count` keys from position `begin` onwards, all of one block.
-    void attend(const Group& group, int begin, int count, Scratch& scratch, const State& state) const {
+    // Where the keys and values of a block are that the group sees, from position `begin` onwards.
+    void locate(const Group& group, int begin, Rows& rows) const {
+        const int32_t* table = call.tables + group.row * call.table_width;
+        rows.count = std::max(0, std::min(group.newest + 1, (begin / BLOCK + 1) * BLOCK) - begin);
+        for (int j = 0; j < rows.count;) {
+            const int page = (begin + j) / call.page_size, offset = (begin + j) % call.page_size;
+            const int stop = std::min(rows.count, j + call.page_size - offset);
+            const char* key = place(table[page], 0, group.kv_head, offset);
+            const char* value = place(table[page], 1, group.kv_head, offset);
+            for (; j < stop; ++j, key += dim * item, value += dim * item) rows.keys[j] = key, rows.values[j] = value;
+        }
+    }
+
+    // Attends to the keys of a block, while the next block is fetched.
+    void attend(const Group& group, int begin, const Rows& rows, const Rows& next, Scratch& scratch,
+                const State& state) const {
         const float *keys[BLOCK], *values[BLOCK];
-        locate(group, begin, count, scratch, keys, values);
-        const int vectors = state.vectors, lanes = vectors * LANES;
+        Fetch next_keys{next.keys, next.count, dim * item}, next_values{next.values, next.count, dim * item};
+        read(rows, scratch, keys, values);
+        const int count = rows.count, vectors = state.vectors, lanes = vectors * LANES;
         const Floats* query = scratch.query.data();
         Floats* scores = of(scratch.scores, BLOCK * int64_t(vectors));
         const auto score_tile = [&](auto n, auto v, int key, int column) {
-            score<n, v>(keys + key, dim, query + column, vectors, scores + key * vectors + column);
+            score<n, v>(keys + key, dim, query + column, vectors, scores + key * vectors + column, next_keys);
         };
         tiled<8, 1>(count, tiled<4, 2>(count, tiled<4, 3>(count, 0, vectors, score_tile), vectors, score_tile), vectors,
                     score_tile);
@@ -352,41 +399,32 @@ private:
         const float* weights = reinterpret_cast<const float*>(scores);
         const auto add_tile = [&](auto n, auto v, int query, int column) {
             Floats* out = state.out + query * width + column;
-            add<n, v>(values, count, column * LANES, weights + query, lanes, out, width);
+            add<n, v>(values, count, column * LANES, weights + query, lanes, out, width, next_values);
         };
         tiled<6, 1>(state.queries, tiled<6, 2>(state.queries, 0, width, add_tile), width, add_tile);
     }
 
-    // Where those keys and values are, as floats with whole vectors to read.
-    void locate(const Group& group, int begin, int count, Scratch& scratch, const float** keys,
-                const float** values) const {
-        const int32_t* table = call.tables + group.row * call.table_width;
+    // The rows as floats, with whole vectors to read: where they are, or converted.
+    void read(const Rows& rows, Scratch& scratch, const float** keys, const float** values) const {
         const bool converts = call.dtype != FLOAT32 || dim % LANES;
-        const int stride = converts ? width * LANES : dim;
+        const int stride = width * LANES;
         float* converted = converts ? of(scratch.converted, 2 * BLOCK * int64_t(stride)) : nullptr;
-        for (int j = 0; j < count;) {
-            const int page = (begin + j) / call.page_size, offset = (begin + j) % call.page_size;
-            const int same = std::min(count - j, call.page_size - offset);
-            const auto find = [&](int which) {
-                const char* from = place(table[page], which, group.kv_head, offset);
-                if (!converts) return reinterpret_cast<const float*>(from);
-                float* into = converted + (which * BLOCK + j) * stride;
-                for (int i = 0; i < same; ++i) convert(from + i * dim * item, into + i * stride);
-                return const_cast<const float*>(into);
-            };
-            const float *key = find(0), *value = find(1);
-            for (const int stop = j + same; j < stop; ++j, key += stride, value += stride)
-                keys[j] = key, values[j] = value;
+        for (int j = 0; j < rows.count; ++j) {
+            keys[j] = converts ? convert(rows.keys[j], converted + j * stride) : as_floats(rows.keys[j]);
+            values[j] = converts ? convert(rows.values[j], converted + (BLOCK + j) * stride) : as_floats(rows.values[j]);
         }
     }
 
-    void convert(const char* from, float* into) const {
+    static const float* as_floats(const char* row) { return reinterpret_cast<const float*>(row); }
+
+    const float* convert(const char* from, float* into) const {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
         if (call.dtype == FLOAT32) std::memcpy(into, from, dim * item);
         if (call.dtype == BFLOAT16)
             for (int d = 0; d < dim; ++d) into[d] = from_bfloat16(halves[d]);
         if (call.dtype == FLOAT16)
             for (int d = 0; d < dim; ++d) into[d] = from_float16(halves[d]);
+        return into;
     }
 
     void cap(int count, int vectors, Floats* scores) const {
