@@ -28,7 +28,8 @@ def paged_attention_native(
 ) -> torch.Tensor:
     """Store `key`/`value` `[B, Hkv, L, D]`, attend with `query` `[B, Hq, L, D]`, return `[B, L, Hq, D]`."""
     tables, lens, starts, slots, _, scale, window, softcap = rest
-    assert kv_cache.is_contiguous() and tables.dtype is lens.dtype is starts.dtype is torch.int32
+    assert kv_cache.is_contiguous()
+    assert tables.dtype is lens.dtype is starts.dtype is torch.int32
     dtype, (batch, heads, length, head_dim) = query.dtype, query.shape
     _, _, kv_heads, page_size, _ = kv_cache.shape
     query = _readable(query, torch.float32)
@@ -45,7 +46,7 @@ def paged_attention_native(
 
 
 def _readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`, the numbers of the last dimension side by side. Checks cost less here than ops that change nothing."""
+    """In `dtype`, the numbers of the last dimension side by side. A check is cheaper than an op without effect."""
     if tensor.dtype is not dtype:
         tensor = tensor.to(dtype)
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()

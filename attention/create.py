@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable
 
@@ -16,7 +15,6 @@ from attention.per_bucket import PerBucket
 from attention.reference import ReferenceBackend
 
 CPU_NAMES = ("cpu", "cpu_native", "cpu_torch")
-log = logging.getLogger(__name__)
 
 
 def create_backend(
@@ -66,7 +64,6 @@ def cpu_backend(shape: AttentionShape, native: bool | None = None) -> AttentionB
     except NoNativeError as error:
         if native:
             raise UnsupportedAttentionError(f'attention_backend "cpu_native": {error}; use "cpu_torch"') from error
-        log.info("attention on the CPU runs on torch: %s", error)
         return CpuBackend(shape, native_reason=str(error))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -25,19 +26,32 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("paged_attention.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC")
 CHOICES = (("-march=native", "-fopenmp"), ("-march=native",), ())  # the first that works
 LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
+
+log = logging.getLogger(__name__)
 
 
 class NoNativeError(RuntimeError):
     """Why there is no native kernel, in one sentence."""
 
 
-@functools.cache
 def native_library() -> ctypes.CDLL:
     """The library of this process, built if this machine has not built it before. Raises NoNativeError."""
-    return load(find_compiler(), cache_dir())
+    found = _library_or_reason()
+    if isinstance(found, str):
+        raise NoNativeError(found)
+    return found
+
+
+@functools.cache
+def _library_or_reason() -> ctypes.CDLL | str:
+    try:
+        return load(find_compiler(), cache_dir())
+    except NoNativeError as error:
+        log.info("attention on the CPU runs on torch: %s", error)
+        return str(error)
 
 
 def find_compiler() -> list[str]:
@@ -88,4 +102,3 @@ def _built(compile_with: Sequence[str], link_with: Sequence[str], folder: Path) 
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-

@@ -2,10 +2,9 @@
 //
 // The bits of a query's result follow from the query, its position and the K and V it sees, and from nothing else in
 // the launch. Queries that share a KV head (the heads of a group, for one new token after the other) stand in the lanes
-// of vectors and go through the same operations in the same order, wherever they stand: every sum is a chain of fused
-// multiply-adds over dimensions or keys, in their order. (Compiled with -ffp-contract=fast, a * b + c is one
-// instruction wherever the processor has it.) A key that a query does not see weighs exactly 0 and changes no bit, so
-// queries that see different keys can share a vector. That asks for finite K and V, as 0 times infinity is not 0.
+// of vectors and go through the same operations in the same order, wherever they stand: every sum is a chain of
+// multiply-adds over dimensions or keys, in their order. A key that a query does not see weighs exactly 0 and changes no
+// bit, so queries that see different keys can share a vector. That asks for finite K and V: 0 times infinity is not 0.
 //
 // Where keys are cut depends on their positions alone. A block of them is scored at once and joins a running softmax,
 // which starts anew with every chunk, so that threads can share a long row; chunks are then folded first to last.
@@ -17,6 +16,12 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define NOINLINE __attribute__((noinline))  // one copy, so one choice of instructions, and its own registers
 #define UNROLL _Pragma("GCC unroll 16")                // or GCC keeps sums in memory
@@ -76,18 +81,31 @@ inline float from_float16(uint16_t bits) {
     return size < 0x0f800000 ? (sign ? -value : value) : as_float(sign | size | 0x7f800000);
 }
 
+inline Floats broadcast(float x) { return x - Floats{}; }
+
+// a * b + c, in one instruction and named: compilers that may choose (-ffp-contract=fast) split some chains of them.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__FMA__)
+    return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__aarch64__)
+    return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+    return a * b + c;
+#endif
+}
+
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 // 2^x for x <= 0, about 2e-7 off, exactly 1 at 0 and exactly 0 far below. The polynomial is that of Cephes' exp2f.
 inline Floats exp2(Floats x) {
-    const Floats shift = Floats{} + 0x1.8p23f, shifted = x + shift;  // whose low bits are x, rounded
+    const Floats shift = broadcast(0x1.8p23f), shifted = x + shift;  // whose low bits are x, rounded
     const Floats r = x - (shifted - shift);
-    Floats power = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
-    power = power * r + 9.618437357674640e-3f;
-    power = power * r + 5.550332471162809e-2f;
-    power = power * r + 2.402264791363012e-1f;
-    power = power * r + 6.931472028550421e-1f;
-    power = power * r + 1.0f;
+    Floats power = broadcast(1.535336188319500e-4f);
+    for (const float next : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                             6.931472028550421e-1f, 1.0f})
+        power = fma(power, r, broadcast(next));
     const Floats scaled = Floats(Ints(power) + (Ints(shifted) << 23));
     return x < -126.0f ? Floats{} : scaled;
 }
@@ -95,10 +113,9 @@ inline Floats exp2(Floats x) {
 inline Floats tanh(Floats x) {
     const Floats size = x < 0.0f ? -x : x, square = x * x, e = exp2(size * float(-2 * M_LOG2E));
     const Floats far = (1.0f - e) / (1.0f + e);
-    Floats near = square * (62.0f / 2835) - 17.0f / 315;  // Taylor, where `far` would cancel
-    near = near * square + 2.0f / 15;
-    near = near * square - 1.0f / 3;
-    near = near * square * size + size;
+    Floats near = broadcast(62.0f / 2835);  // Taylor, where `far` would cancel
+    for (const float next : {-17.0f / 315, 2.0f / 15, -1.0f / 3}) near = fma(near, square, broadcast(next));
+    near = fma(near * square, size, size);
     const Floats result = size < 0.25f ? near : far;
     return x < 0.0f ? -result : result;
 }
@@ -118,7 +135,7 @@ struct State {
     static int64_t size(int queries, int vectors, int width) { return 2 * vectors + int64_t(queries) * width; }
 
     void clear() const {
-        std::fill(peak, total, Floats{} + NOTHING);
+        std::fill(peak, total, broadcast(NOTHING));
         std::fill(total, out + queries * width, Floats{});
     }
 
@@ -128,10 +145,10 @@ struct State {
             const Floats both = max(peak[v], next.peak[v]);
             const Floats mine = exp2(peak[v] - both), other = exp2(next.peak[v] - both);
             peak[v] = both;
-            total[v] = total[v] * mine + Floats(next.total[v] * other);
+            total[v] = fma(total[v], mine, next.total[v] * other);
             for (int m = v * LANES; m < std::min(queries, (v + 1) * LANES); ++m)
                 for (int i = m * width; i < (m + 1) * width; ++i)
-                    out[i] = out[i] * mine[m % LANES] + next.out[i] * other[m % LANES];
+                    out[i] = fma(out[i], broadcast(mine[m % LANES]), next.out[i] * other[m % LANES]);
         }
     }
 };
@@ -147,7 +164,7 @@ inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
 #endif
     }
     UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int v = 0; v < V; ++v) sum[n][v] = number(n) * factor[v] + sum[n][v];
+        UNROLL for (int v = 0; v < V; ++v) sum[n][v] = fma(broadcast(number(n)), factor[v], sum[n][v]);
 }
 
 // Brings rows into the first cache, line by line in the order in which they lie there, as the processor's own
@@ -435,7 +452,7 @@ private:
     void hide(int begin, int count, int vectors, Ints position, Floats* scores) const {
         const Ints first = call.window ? position - (call.window - 1) : Ints{};
         for (int key = begin; key < begin + count; ++key, scores += vectors)
-            *scores = (position >= key) & (first <= key) ? *scores : Floats{} - INFINITY;
+            *scores = (position >= key) & (first <= key) ? *scores : broadcast(-INFINITY);
     }
 
     // Turns the scores of vector `v` into weights, after bringing the state to the same measure.
