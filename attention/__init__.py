@@ -3,9 +3,11 @@
 from attention.backend import AttentionBackend, AttentionShape, AttentionSpec, Planless, UnsupportedAttentionError
 from attention.choice import ChoiceTable, read_lines
 from attention.cpu import CpuBackend
+from attention.cpu_native import NativeBackend
 from attention.create import create_backend, flashinfer_backend
 from attention.flashinfer_guards import Machine
 from attention.kv_cache import allocate_kv_cache, store_kv
+from attention.native import NoNativeError
 from attention.reference import ReferenceBackend
 from attention.types import AttnInputs, Bucket, KVLayout
 
@@ -19,6 +21,8 @@ __all__ = [
     "CpuBackend",
     "KVLayout",
     "Machine",
+    "NativeBackend",
+    "NoNativeError",
     "Planless",
     "ReferenceBackend",
     "UnsupportedAttentionError",

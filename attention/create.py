@@ -8,9 +8,13 @@ from collections.abc import Iterable
 from attention.backend import AttentionBackend, AttentionShape, UnsupportedAttentionError
 from attention.choice import ChoiceTable, Line
 from attention.cpu import CpuBackend
+from attention.cpu_native import NativeBackend
 from attention.flashinfer_guards import FA2, FA2_SPLIT, NAMES, XQA, Machine, missing, unsupported
+from attention.native import NoNativeError
 from attention.per_bucket import PerBucket
 from attention.reference import ReferenceBackend
+
+CPU_NAMES = ("cpu", "cpu_native", "cpu_torch")
 
 
 def create_backend(
@@ -24,18 +28,17 @@ def create_backend(
     a backend that cannot serve `shape`.
     """
     on_cpu = shape.device.type == "cpu"
-    if name not in ("auto", "cpu", "reference", *NAMES):
-        raise ValueError(
-            f'unknown attention backend "{name}": use "auto", "cpu", "reference" or one of {", ".join(NAMES)}'
-        )
+    if name not in ("auto", *CPU_NAMES, "reference", *NAMES):
+        known = ", ".join(f'"{other}"' for other in ("auto", *CPU_NAMES, "reference"))
+        raise ValueError(f'unknown attention backend "{name}": use {known} or one of {", ".join(NAMES)}')
     if name == "reference":
         return ReferenceBackend()
-    if name == "cpu" and not on_cpu:
+    if name in CPU_NAMES and not on_cpu:
         raise UnsupportedAttentionError(
-            f'attention_backend "cpu": the device is {shape.device}; use "auto" or "reference"'
+            f'attention_backend "{name}": the device is {shape.device}; use "auto" or "reference"'
         )
-    if name == "cpu" or (name == "auto" and on_cpu):
-        return CpuBackend(shape)
+    if name in CPU_NAMES or (name == "auto" and on_cpu):
+        return cpu_backend(shape, {"cpu_native": True, "cpu_torch": False}.get(name))
     why = _why_no_flashinfer(shape)
     if why is None:
         machine = Machine.of(shape.device)
@@ -47,6 +50,21 @@ def create_backend(
         raise UnsupportedAttentionError(f'attention_backend "{name}": {why}; use "auto" or "reference"')
     warnings.warn(f"attention runs on the torch reference, which is slow on a GPU: {why}", stacklevel=2)
     return ReferenceBackend()
+
+
+def cpu_backend(shape: AttentionShape, native: bool | None = None) -> AttentionBackend:
+    """The one in C++ (`native`), the one on torch, or by default the first if it can be built here.
+
+    Raises UnsupportedAttentionError if it was asked for and cannot be.
+    """
+    if native is False:
+        return CpuBackend(shape)
+    try:
+        return NativeBackend()
+    except NoNativeError as error:
+        if native:
+            raise UnsupportedAttentionError(f'attention_backend "cpu_native": {error}; use "cpu_torch"') from error
+        return CpuBackend(shape, native_reason=str(error))
 
 
 def flashinfer_backend(table: ChoiceTable, in_flight: int) -> PerBucket:

@@ -1,4 +1,4 @@
-"""The CPU backend: dense float64, poison, one record for every length, and what `prepare` shares between layers."""
+"""The CPU backends, on torch and in C++: dense float64, poison, one record for every length, what layers share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 import random
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -13,10 +14,23 @@ import torch
 from paged_launch import DECODES, PREFILLS, Case, Launch, assert_dense, random_case
 
 import attention.cpu_schedule
-from attention import AttentionShape, AttentionSpec, AttnInputs, Bucket, CpuBackend, ReferenceBackend
+from attention import (
+    AttentionBackend,
+    AttentionShape,
+    AttentionSpec,
+    AttnInputs,
+    Bucket,
+    CpuBackend,
+    NativeBackend,
+    NoNativeError,
+    ReferenceBackend,
+)
 from attention.cpu import CAPPED_QUERIES
 from attention.cpu_schedule import CHUNK_TOKENS
-from graphs import PersistentBuffers, capture, compare_replay, create_backend
+from graphs import PersistentBuffers, capture, compare_replay
+from graphs import create_backend as create_graphs
+
+Create = Callable[[AttentionShape], AttentionBackend]
 
 RAGGED = [
     Case((1,), (1,), page=16),
@@ -25,6 +39,7 @@ RAGGED = [
     Case((2, 2, 2, 2), (3000, 2, 700, 17), page=16, window=600),
     Case((5, 5), (2 * CHUNK_TOKENS + 2, 5), page=16, window=CHUNK_TOKENS, softcap=3.0),  # a chunk that some do not see
     Case((1,) * 40, tuple(range(1, 1600, 40)), page=16, heads=9, kv_heads=3),  # several groups
+    Case((2, 2), (30, 5), page=3, heads=3, kv_heads=1, dim=20, window=7),  # heads that are no whole vectors
 ]
 PROMPTS = [
     Case((2 * CAPPED_QUERIES + 3, 5), (2 * CAPPED_QUERIES + 3, 50), softcap=2.0),
@@ -50,9 +65,24 @@ def inputs_of(launch: Launch, *, packed: bool) -> AttnInputs:
     return launch.inputs if packed else launch.inputs._replace(query_len=launch.case.queries[0])
 
 
-def backend_for(launch: Launch, *, packed: bool) -> CpuBackend:
+@pytest.fixture(params=["torch", "native"])
+def create(request: pytest.FixtureRequest) -> Create:
+    """Of both backends, one after the other."""
+    if request.param == "torch":
+        return CpuBackend
+    return lambda shape: native_backend()
+
+
+def native_backend() -> NativeBackend:
+    try:
+        return NativeBackend()
+    except NoNativeError as error:
+        pytest.skip(str(error))
+
+
+def backend_for(create: Create, launch: Launch, *, packed: bool) -> AttentionBackend:
     """Planned, and prepared for this launch."""
-    backend, inputs = CpuBackend(shape_for(launch)), inputs_of(launch, packed=packed)
+    backend, inputs = create(shape_for(launch)), inputs_of(launch, packed=packed)
     if packed:
         backend.plan_prefill(inputs.block_tables, inputs.seq_lens, inputs.query_start)
     else:
@@ -61,9 +91,9 @@ def backend_for(launch: Launch, *, packed: bool) -> CpuBackend:
     return backend
 
 
-def run(launch: Launch, *, packed: bool) -> list[torch.Tensor]:
+def run(create: Create, launch: Launch, *, packed: bool) -> list[torch.Tensor]:
     """Store and attend once; the result `[q, Hq, D]` of each row."""
-    backend, inputs = backend_for(launch, packed=packed), inputs_of(launch, packed=packed)
+    backend, inputs = backend_for(create, launch, packed=packed), inputs_of(launch, packed=packed)
     out = backend.attend(*launch.tensors(packed=packed), launch.cache, inputs, launch.spec)
     assert out.is_contiguous()
     assert out.dtype == launch.cache.dtype
@@ -71,66 +101,76 @@ def run(launch: Launch, *, packed: bool) -> list[torch.Tensor]:
     return [flat[a:b] for a, b in pairwise(launch.inputs.query_start.tolist())]
 
 
-def check(launch: Launch, *, packed: bool, tolerance: float = 1e-5) -> None:
-    for row, out in enumerate(run(launch, packed=packed)):
+def check(create: Create, launch: Launch, *, packed: bool, tolerance: float = 1e-5) -> None:
+    for row, out in enumerate(run(create, launch, packed=packed)):
         assert_dense(out, launch.query[row], launch.kv[row], launch.spec, tolerance)
 
 
 @CASES
-def test_decode_and_packed_prefill_equal_dense_float64(case: Case, packed: bool) -> None:
-    check(Launch(case), packed=packed)
+def test_decode_and_packed_prefill_equal_dense_float64(create: Create, case: Case, packed: bool) -> None:
+    check(create, Launch(case), packed=packed)
 
 
 @CASES
-def test_the_cache_is_what_the_reference_leaves(case: Case, packed: bool) -> None:
+def test_the_cache_is_what_the_reference_leaves(create: Create, case: Case, packed: bool) -> None:
     ours, theirs = Launch(case), Launch(case)
-    run(ours, packed=packed)
+    run(create, ours, packed=packed)
     theirs.run(packed=packed)
     assert torch.equal(ours.cache.nan_to_num(nan=7.0), theirs.cache.nan_to_num(nan=7.0))
 
 
 @BOTH_LAYOUTS
-def test_random_cases_on_random_pages_equal_dense_float64(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_cases_on_random_pages_equal_dense_float64(
+    create: Create, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention.cpu_schedule, "CHUNK_TOKENS", 64)  # many chunks, several groups
     monkeypatch.setattr(attention.cpu_schedule, "GROUP_BYTES", 1 << 18)
     rng = random.Random(5)
     for seed in range(40):
-        check(Launch(random_case(rng, rng.randint(1, 5), packed=packed), seed), packed=packed)
+        check(create, Launch(random_case(rng, rng.randint(1, 5), packed=packed), seed), packed=packed)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 @CASES
-def test_what_no_sequence_owns_changes_nothing(case: Case, packed: bool, junk: float) -> None:
+def test_what_no_sequence_owns_changes_nothing(create: Create, case: Case, packed: bool, junk: float) -> None:
     """Garbage in unused pages, in unused places of used pages and in the scratch page: bit-equal results."""
     clean, poisoned = Launch(case, junk=0.0), Launch(case, junk=junk)
-    assert torch.equal(torch.cat(run(clean, packed=packed)), torch.cat(run(poisoned, packed=packed)))
+    assert torch.equal(torch.cat(run(create, clean, packed=packed)), torch.cat(run(create, poisoned, packed=packed)))
 
 
 @BOTH_LAYOUTS
-def test_table_entries_past_the_longest_sequence_are_never_read(packed: bool) -> None:
+def test_table_entries_past_the_longest_sequence_are_never_read(create: Create, packed: bool) -> None:
     launch = Launch(Case((3, 3), (15, 16)))  # two pages each
     launch.tables[:, 2:] = 10**6
-    check(launch, packed=packed)
+    check(create, launch, packed=packed)
 
 
-def test_a_row_attends_to_pages_that_another_row_of_the_launch_stores() -> None:
+def test_a_row_attends_to_pages_that_another_row_of_the_launch_stores(create: Create) -> None:
     launch = Launch(Case((1, 20), (18, 20)))
     launch.tables[0, :2] = launch.tables[1, :2]
     shared = torch.cat((launch.kv[1][:, :16], launch.kv[0][:, 16:]), dim=1)
-    assert_dense(run(launch, packed=True)[0], launch.query[0], shared, launch.spec)
+    assert_dense(run(create, launch, packed=True)[0], launch.query[0], shared, launch.spec)
 
 
 @DTYPES
 @BOTH_LAYOUTS
-def test_half_precision_is_close_to_float64_on_the_same_values(packed: bool, dtype: torch.dtype) -> None:
-    for case in (Case((3, 3), (60, 600), page=16, window=300, softcap=8.0), Case((9, 9), (9, 1100), page=16)):
-        check(Launch(case, dtype=dtype), packed=packed, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+def test_half_precision_is_close_to_float64_on_the_same_values(
+    create: Create, packed: bool, dtype: torch.dtype
+) -> None:
+    cases = (
+        Case((3, 3), (60, 600), page=16, window=300, softcap=8.0),
+        Case((9, 9), (9, 1100), page=16),
+        Case((2, 2), (30, 5), dim=36),
+    )
+    for case in cases:
+        check(create, Launch(case, dtype=dtype), packed=packed, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @BOTH_LAYOUTS
 def test_the_ops_pass_opcheck(packed: bool) -> None:
     launch = Launch(Case((3, 3), (3, 17), window=9), junk=0.0)
-    backend, inputs = backend_for(launch, packed=packed), inputs_of(launch, packed=packed)
+    backend, inputs = backend_for(CpuBackend, launch, packed=packed), inputs_of(launch, packed=packed)
+    assert isinstance(backend, CpuBackend)
     places = backend.buffers()["places"]
     args = (*launch.tensors(packed=packed), launch.cache, places, *inputs, *launch.spec)
     torch.library.opcheck(backend.op, args)
@@ -139,9 +179,16 @@ def test_the_ops_pass_opcheck(packed: bool) -> None:
         torch.library.opcheck(backend.prepare_op, prepared)
 
 
-def test_compiled_calls_mutate_the_cache_in_place_and_equal_eager() -> None:
+@BOTH_LAYOUTS
+def test_the_native_op_passes_opcheck(packed: bool) -> None:
+    launch = Launch(Case((3, 3), (3, 17), window=9), junk=0.0)
+    args = (*launch.tensors(packed=packed), launch.cache, *inputs_of(launch, packed=packed), *launch.spec)
+    torch.library.opcheck(native_backend().op, args)
+
+
+def test_compiled_calls_mutate_the_cache_in_place_and_equal_eager(create: Create) -> None:
     eager, compiled = Launch(DECODES[1]), Launch(DECODES[1])
-    backend, inputs = backend_for(eager, packed=False), inputs_of(eager, packed=False)
+    backend, inputs = backend_for(create, eager, packed=False), inputs_of(eager, packed=False)
 
     def twice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         backend.prepare(inputs)
@@ -157,12 +204,12 @@ def test_compiled_calls_mutate_the_cache_in_place_and_equal_eager() -> None:
 class Step:
     """One captured decode step of two layers, on static inputs whose contents change between replays."""
 
-    def __init__(self, rows: int, query_len: int, specs: tuple[AttentionSpec, ...], width: int = 100) -> None:
-        cpu, self.page, self.specs, self.query_len = torch.device("cpu"), 16, specs, query_len
+    def __init__(self, create: Create, rows: int, query_len: int, specs: tuple[AttentionSpec, ...]) -> None:
+        cpu, width, self.page, self.specs, self.query_len = torch.device("cpu"), 100, 16, specs, query_len
         self.shape = AttentionShape(6, 2, 64, self.page, width, torch.float32, cpu, specs)
         self.pages = torch.randperm(rows * width).view(rows, width).to(torch.int32)
         self.caches = [torch.randn(rows * width + 1, 2, 2, self.page, 64) for _ in specs]
-        self.backend, self.buffers = CpuBackend(self.shape), PersistentBuffers()
+        self.backend, self.buffers = create(self.shape), PersistentBuffers()
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "tables": ((rows, width), torch.int32),
             "lens": ((rows,), torch.int32),
@@ -208,13 +255,13 @@ class Step:
         return self.static["query"], self.static["key"], self.static["value"]
 
 
-def test_one_record_serves_every_length() -> None:
+def test_one_record_serves_every_length(create: Create) -> None:
     """Planned once, recorded once; the replays equal the reference, under two windows, and eager bit for bit."""
     torch.manual_seed(0)
     specs = (AttentionSpec(0.125), AttentionSpec(0.125, window=40, softcap=5.0))
-    step, rng, reference = Step(3, 4, specs), random.Random(1), ReferenceBackend()
+    step, rng, reference = Step(create, 3, 4, specs), random.Random(1), ReferenceBackend()
     step.stage([4, 4, 4])
-    graph = capture(step.run, step.buffers, key="step", backend=create_backend(torch.device("cpu")))
+    graph = capture(step.run, step.buffers, key="step", backend=create_graphs(torch.device("cpu")))
     for _ in range(12):
         lens = [rng.choice((4, 16, 17, CHUNK_TOKENS, CHUNK_TOKENS + 1, 1600, rng.randint(4, 1600))) for _ in range(3)]
         inputs = step.stage(lens)
@@ -239,10 +286,10 @@ def test_a_bucket_uses_the_leading_places_of_a_larger_one() -> None:
         assert_dense(result, launch.query[row], launch.kv[row], launch.spec)
 
 
-def test_results_outlive_the_next_layer() -> None:
+def test_results_outlive_the_next_layer(create: Create) -> None:
     """Scratch memory is shared by layers; what a layer returned is not in it."""
     launch = Launch(DECODES[3])
-    backend, inputs = backend_for(launch, packed=False), inputs_of(launch, packed=False)
+    backend, inputs = backend_for(create, launch, packed=False), inputs_of(launch, packed=False)
     query, key, value = launch.tensors(packed=False)
     first = backend.attend(query, key, value, launch.cache, inputs, launch.spec)
     kept = first.clone()
@@ -250,7 +297,7 @@ def test_results_outlive_the_next_layer() -> None:
     assert torch.equal(first, kept)
 
 
-def test_padding_rows_change_no_other_row() -> None:
+def test_padding_rows_change_no_other_row(create: Create) -> None:
     """A padding row lies on the scratch page alone and is as long as its queries; what it brings may be garbage."""
     clean, poisoned = Launch(Case((4, 4), (600, 4), page=16)), Launch(Case((4, 4), (600, 4), page=16))
     for launch in (clean, poisoned):
@@ -258,12 +305,13 @@ def test_padding_rows_change_no_other_row() -> None:
         launch.inputs.slot_mapping[4:] = launch.scratch * 16 + torch.arange(4)
     poisoned.query[1].fill_(math.nan)
     poisoned.kv[1].fill_(math.inf)
-    assert torch.equal(run(clean, packed=False)[0], run(poisoned, packed=False)[0])
+    assert torch.equal(run(create, clean, packed=False)[0], run(create, poisoned, packed=False)[0])
 
 
 def test_the_ops_do_not_keep_the_backend_alive() -> None:
     launch = Launch(DECODES[0])
-    backend = backend_for(launch, packed=False)
+    backend = backend_for(CpuBackend, launch, packed=False)
+    assert isinstance(backend, CpuBackend)
     op, alive = backend.op, weakref.ref(backend)
     del backend
     gc.collect()
