@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attention.native import native_library
+from attention.native import NoNativeError, native_library
 from attention.op import NAMESPACE, SCHEMA, OpBackend, fake_attend
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the cache, as the source numbers them
@@ -55,11 +55,13 @@ def _readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class NativeBackend(OpBackend):
     """Decode steps and prefill on the CPU. Any head size, sliding windows and soft caps; the arithmetic is float32.
 
-    Raises NoNativeError where the source cannot be built.
+    Raises NoNativeError where the source cannot be built, or for a cache in another `dtype` than it knows.
     """
 
     name = "cpu"
     op = torch.ops.paged_attention.cpu_native.default
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in DTYPES:
+            raise NoNativeError(f"it knows {', '.join(map(str, DTYPES))}, not {dtype}")
         native_library()

@@ -60,7 +60,7 @@ def cpu_backend(shape: AttentionShape, native: bool | None = None) -> AttentionB
     if native is False:
         return CpuBackend(shape)
     try:
-        return NativeBackend()
+        return NativeBackend(shape.dtype)
     except NoNativeError as error:
         if native:
             raise UnsupportedAttentionError(f'attention_backend "cpu_native": {error}; use "cpu_torch"') from error

@@ -44,7 +44,8 @@ class EngineConfig:
     max_prefill_tokens       prompt tokens per launch; decode rows never wait for this budget
     dtype                    "auto" (the checkpoint's), "float32", "bfloat16" or "float16"
     device                   "auto", "cpu" or "cuda"
-    attention_backend        "auto", "cpu", "reference" (plain, any device), "flashinfer_xqa", "flashinfer_fa2" (keys
+    attention_backend        "auto", "cpu" ("cpu_native", built with the machine's C++ compiler, or without one
+                             "cpu_torch"), "reference" (plain, any device), "flashinfer_xqa", "flashinfer_fa2" (keys
                              not split) or "flashinfer_fa2_split"; "auto" is "cpu" on the CPU, and on CUDA chooses per
                              batch size, see attention/choice.py
     attention_table          JSON file of measurements that "auto" follows where it has one

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -177,6 +178,12 @@ def test_without_a_compiler_attention_runs_on_torch(
     assert len(caplog.records) == 1
     with pytest.raises(UnsupportedAttentionError, match=r'"cpu_native": .*; use "cpu_torch"'):
         create_backend("cpu_native", shape())
+
+
+def test_a_dtype_without_a_kernel_runs_on_torch() -> None:
+    backend = create_backend("cpu", replace(shape(), dtype=torch.float64))
+    assert isinstance(backend, CpuBackend)
+    assert backend.native_reason == "it knows torch.float32, torch.bfloat16, torch.float16, not torch.float64"
 
 
 def test_a_cache_that_cannot_be_written_is_a_reason(compiler: list[str], tmp_path: Path) -> None:
