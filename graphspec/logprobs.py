@@ -20,12 +20,15 @@ def logprob_width(vocab_size: int) -> int:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`[..., logprob_width]` (int32) for `tokens` `[...]` under `logits` `[..., V]`. Static shapes, capturable."""
-    logits = logits.float()
-    chosen = logits.gather(-1, tokens.unsqueeze(-1))
-    rank = (logits > chosen).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
-    top, top_ids = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
-    values = torch.cat((chosen, top), dim=-1) - logits.logsumexp(dim=-1, keepdim=True)
+    """`[..., logprob_width]` (int32) for `tokens` `[...]` under `logits` `[..., V]`. Static shapes, capturable.
+
+    (Not by `logsumexp`: torch shares the sum of a single row out among threads, which gives it other bits than the same
+    row has beside others.)
+    """
+    ids = tokens.unsqueeze(-1)
+    rank = (logits > logits.gather(-1, ids)).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
+    top_ids = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1).indices
+    values = logits.float().log_softmax(dim=-1).gather(-1, torch.cat((ids, top_ids), dim=-1))
     return torch.cat((torch.cat((rank, top_ids), dim=-1).to(torch.int32), values.view(torch.int32)), dim=-1)
 
 

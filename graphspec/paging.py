@@ -53,7 +53,8 @@ def attach_kv(model: PagedModel, config: ResolvedConfig, device: torch.device) -
     specs = model.bind(allocate_kv_cache(kv_layout(model, user.page_size, config.num_pages), device))
     shape = attention_shape(model, config, device, specs)
     lines = read_lines(user.attention_table)
-    backend = create_attention(user.attention_backend, shape, lines=lines, in_flight=user.depth + 2)
+    name = "cpu_native" if user.batch_invariant else user.attention_backend
+    backend = create_attention(name, shape, lines=lines, in_flight=user.depth + 2)
     model.attend_with(backend)
     return backend
 
