@@ -277,6 +277,32 @@ def test_peers_give_equal_tokens_and_what_they_measured(tool: Any, tiny_checkpoi
     assert found[1]["mean_acceptance_length"] >= 1.0
 
 
+def test_starts_are_taken_apart_in_processes_of_their_own(tool: Any, small: list[str]) -> None:
+    """The model and the user cache are the child's; its phases add up to the whole."""
+    options = [*small, "--modes", "graph", "eager", "--rounds", "1", "--max-model-len", "64"]
+    lines = tool("bench_startup").lines(*options)
+    assert [(line["config"]["mode"], line["config"]["cache"]) for line in lines] == [
+        ("graph", "cold"), ("graph", "warm"), ("eager", "cold"), ("eager", "warm"),
+    ]  # fmt: skip
+    phases = ("import_s", "load_s", "engine_s", "first_token_s", "first_step_s")
+    for line in lines:
+        assert all(line[name] > 0 for name in (*phases, "second_ttft_ms"))
+        assert sum(line[name] for name in phases) == pytest.approx(line["total_s"])
+        seconds = {"cold": 60, "warm": 10}[line["config"]["cache"]]
+        assert line["vs_bound"] == pytest.approx(line["total_s"] / seconds)
+        kv = 2 * 3 * 2 * 12 * 16 * (4 + 1) * 4  # K and V x layers x heads x size x page x pages, scratch too x bytes
+        assert line["kv_mb"] == pytest.approx(kv / 1e6)
+        assert line["weight_mb"] == pytest.approx(sum(p.nbytes for p in tiny_of(small[1]).parameters()) / 1e6)
+        bound = 2.2 * line["weight_mb"] + line["kv_mb"] + 1000
+        assert line["peak_vs_bound"] == pytest.approx(line["peak_mb"] / bound)
+
+
+def tiny_of(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
@@ -287,6 +313,7 @@ def test_peers_give_equal_tokens_and_what_they_measured(tool: Any, tiny_checkpoi
         ("bench_attention", ["--lengths", "3"], "lengths must lie between"),
         ("bench_attention", ["--backends", "abacus"], 'unknown attention backend "abacus"'),
         ("compare_peers", ["--prompts-file", "nowhere.txt"], "cannot read the prompts file"),
+        ("bench_startup", ["--model", str(TOOLS)], "the engine failed: ValueError: .* is no model folder"),
         ("speed_of_light", ["--device", "abacus"], 'unknown device "abacus"'),
         ("speed_of_light", ["--plot", "nowhere/plot.png"], "a folder that exists"),
     ],
