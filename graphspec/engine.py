@@ -236,7 +236,8 @@ class Engine:
             self._failure = failure
             raise
         waited = time.perf_counter() - started
-        self._times.record_launch(launched.event.busy_seconds(), launched.event.idle_before_seconds())
+        idle = None if launched.plan.after_rest else launched.event.idle_before_seconds()
+        self._times.record_launch(launched.event.busy_seconds(), idle)
         return waited
 
     def _deliver(self, emission: Emission) -> StepOutput:

@@ -93,6 +93,7 @@ class Scheduler:
         self.acceptance = AcceptanceLog(config.max_draft, CollapseWatch())
         self.policy = AdaptiveK(config.tiers, config.pad)
         self._next_step = 0
+        self._rested = True  # since the last launch there was a time without a request
         self._proposed = config.max_draft if config.drafts_ahead else config.tiers[0]  # by the launch before
 
     # Requests come and go.
@@ -101,6 +102,7 @@ class Scheduler:
         return -(-num_tokens // self.config.page_size)
 
     def add(self, request: Request) -> None:
+        self._rested |= not self.has_requests()
         insort(self.waiting, request, key=_rank)
 
     def abort(self, request: Request) -> None:
@@ -157,7 +159,8 @@ class Scheduler:
         if decode is not None:
             self.policy.launched(num_draft)
         self._proposed = num_draft_next
-        return StepPlan(step, tuple(admissions), prefill, decode, num_draft_next, catch_up)
+        rested, self._rested = self._rested, False
+        return StepPlan(step, tuple(admissions), prefill, decode, num_draft_next, catch_up, rested)
 
     # How many drafts.
 
