@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from bench_common import Output, dtype_of, load, on_same_weights, parser_for, run
 from bench_plot import plot_lines
-from decode_load import decoding, prompts_of, timed_steps, tokens_needed
+from decode_load import Turn, decoding, prompts_of, timed_steps, tokens_needed
 from torch import nn
 
 from graphspec import Engine, EngineConfig, SamplingParams
@@ -269,8 +269,13 @@ def _line(engine: Engine, bound: StepBound, rows: int, context: int, steps: int)
     params = SamplingParams(max_tokens=tokens_needed(k, steps), ignore_eos=True)
     with decoding(engine, prompts_of(rows, context, bound.model.vocab_size), params):
         turn = timed_steps(engine, steps)
+    return fields_of(turn, bound, rows, k, context)
+
+
+def fields_of(turn: Turn, bound: StepBound, rows: int, k: int, context: int) -> dict[str, Any]:
+    """The fields of one line: steps of a turn that began behind `context` tokens of prompt."""
     seconds, emitted = statistics.median(turn.busy), turn.emitted_per_row(rows)
-    middle = context + emitted * (steps / 2 + 2)
+    middle = context + emitted * (len(turn.busy) / 2 + 2)
     work = bound.work(rows, k, middle)
     reads = work.num_bytes / bound.rates.bytes_per_s >= work.operations / bound.rates.operations_per_s
     return {
