@@ -181,7 +181,7 @@ def values(case: Case, found: dict[Case, Series], bound: StepBound) -> dict[str,
         "idle_us": 1e6 * statistics.median(idle), "idle_percent": 100 * sum(idle) / (sum(idle) + sum(busy)),
         "host_us": 1e6 * statistics.median(host), "host_us_p99": 1e6 * percentile(host, 99),
         "emitted": emitted, "token_ms": 1e3 * seconds / emitted,
-        **bound.ratios(seconds, case.rows, case.num_draft, context, emitted),
+        **bound.ratios(seconds, case.rows, case.num_draft, context, emitted), "packed_mb": bound.model.packed / 1e6,
         "parts": {"host": spread(series.host), "device": spread(series.device)},
         "apart_ms": 1e3 * statistics.median(sum(parts.values()) for parts in series.device),
         "apart_from_ms": 1e3 * statistics.median(series.apart_from),
@@ -234,15 +234,19 @@ def work(args: argparse.Namespace) -> None:
         return
     module = load(args)
     dtype = next(module.parameters()).dtype
-    bound = StepBound(measured_rates(args.device, dtype), module)
+    rates = measured_rates(args.device, dtype)
     output = Output("bench_step", args, dtype, COLUMNS)
     results: dict[Case, dict[str, Any]] = {}
     made: dict[tuple[str, int], Variant] = {}
     try:
         made.update(variants(args, module))
+        bounds = {key: StepBound.of(rates, variant.engine) for key, variant in made.items()}
+        for mode, k in made:
+            if k == args.num_draft[0]:
+                output.text(f"{mode}: {bounds[mode, k].counted}")
         for _, some in itertools.groupby(cases(args), lambda case: case[:2]):
             found = measure(args, list(some), made)
-            lines = {case: values(case, found, bound) for case in found}
+            lines = {case: values(case, found, bounds[case.mode, case.num_draft]) for case in found}
             show(output, lines)
             results |= lines
     finally:

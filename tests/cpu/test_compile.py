@@ -110,6 +110,8 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         check_compiler(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"install g\+\+"):
         Engine(tiny_model(), config=EngineConfig(compile=True))
+    with pytest.raises(RuntimeError, match=r"install g\+\+"):  # before it is loaded
+        Engine.from_pretrained("no-such-model", EngineConfig(compile=True, device="cpu"))
 
 
 def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
