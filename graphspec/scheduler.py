@@ -383,8 +383,10 @@ class Scheduler:
         room = table.limit[slots] - table.settled[slots]
         columns = np.arange(tokens.shape[1])
         is_stop = (tokens[:, :, None] == table.stop_ids[slots][:, None, :]).any(-1) & (columns < emitted[:, None])
-        is_stop &= table.settled[slots, None] + columns + 1 >= table.min_length[slots, None]
-        first_stop = np.where(is_stop.any(-1), is_stop.argmax(-1), tokens.shape[1])
+        first_stop = np.full(len(slots), tokens.shape[1])
+        if is_stop.any():  # in few steps
+            is_stop &= table.settled[slots][:, None] + columns + 1 >= table.min_length[slots][:, None]
+            first_stop = np.where(is_stop.any(-1), is_stop.argmax(-1), tokens.shape[1])
         kept = np.minimum(np.minimum(emitted, room), first_stop + 1)
         failed = rows.num_healthy < kept
         kept = np.minimum(kept, rows.num_healthy)

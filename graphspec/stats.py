@@ -44,7 +44,8 @@ class SpecStats:
         self.num_draft_tokens_per_pos[:num_draft] += len(accepted)
         self.num_accepted_tokens += int(accepted.sum())
         self.num_delivered_draft_tokens += int(delivered.sum())
-        self.num_accepted_tokens_per_pos[:num_draft] += (accepted[:, None] > np.arange(num_draft)).sum(axis=0)
+        at_most = np.bincount(accepted, minlength=1 + num_draft).cumsum()  # rows that accepted no more than 0, 1 ...
+        self.num_accepted_tokens_per_pos[:num_draft] += len(accepted) - at_most[:num_draft]
 
     @property
     def mean_acceptance_length(self) -> float:
