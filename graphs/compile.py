@@ -10,15 +10,20 @@ from __future__ import annotations
 import operator
 import shutil
 import sysconfig
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._inductor
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 from graphs.recorded import Node, Ref, storage_of
@@ -81,12 +86,21 @@ class RegionCompiler:
         key = signature(region, tensor)
         if key not in self._compiled:
             inputs: list[Any] = [tensor(ref) for ref in region.inputs]
-            with torch.no_grad():
+            with torch.no_grad(), persistent_cache():
                 self._compiled[key] = torch._inductor.compile(to_module(region), inputs, options=INDUCTOR_OPTIONS)
         first = region.nodes[0]
         return Node(
             self._compiled[key], region.inputs, {}, region.outputs, False, first.line, first.module, first.position
         )
+
+
+@contextmanager
+def persistent_cache() -> Iterator[None]:
+    """Inside, Inductor finds on disk what an earlier process compiled. It looks there only if a context says that no
+    shape is symbolic. AOTAutograd's cache in front of it stays off: its key does not say which inputs share memory."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with tracing(TracingContext(mode)), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
 def split(nodes: Sequence[Node], results: Sequence[Ref]) -> list[Region | Node]:

@@ -66,10 +66,7 @@ class Engine:
         """
         config = config or EngineConfig()
         device = next(model.parameters()).device
-        if config.compile:
-            check_compiler(device)
-        if config.pack_weights:
-            check_packing(device)
+        check_machine(config, device)
         module = draft_module(config, model, draft_model)
         with ExitStack() as undo:
             paged = PagedModel(model)
@@ -128,8 +125,7 @@ class Engine:
         config = config or EngineConfig()
         device = resolve_device(config.device)
         dtype = DTYPES.get(config.dtype, torch.float32 if device.type == "cpu" else None)
-        if config.pack_weights:
-            check_packing(device)
+        check_machine(config, device)
         module = load_module(model, dtype, device)
         return cls(module, AutoTokenizer.from_pretrained(model_path(model)), config)
 
@@ -236,7 +232,8 @@ class Engine:
             self._failure = failure
             raise
         waited = time.perf_counter() - started
-        self._times.record_launch(launched.event.busy_seconds(), launched.event.idle_before_seconds())
+        idle = None if launched.plan.after_rest else launched.event.idle_before_seconds()
+        self._times.record_launch(launched.event.busy_seconds(), idle)
         return waited
 
     def _deliver(self, emission: Emission) -> StepOutput:
@@ -420,6 +417,14 @@ class Engine:
             raise RuntimeError("the engine is closed: create a new one")
         if self._failure is not None:
             raise StreamError("the engine failed earlier: look at dump_state() and create a new one") from self._failure
+
+
+def check_machine(config: EngineConfig, device: torch.device) -> None:
+    """Raise, in one sentence and before anything is loaded, if this machine cannot do what `config` asks for."""
+    if config.compile:
+        check_compiler(device)
+    if config.pack_weights:
+        check_packing(device)
 
 
 def _scores_prompt(request: Request) -> bool:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +102,13 @@ class PackedProduct:
         return product[: len(rows)].view(*x.shape[:-1], -1)
 
 
+def pack(groups: Iterable[Siblings], multiple: int) -> Iterator[PackedProduct]:
+    """The product of each of `groups`. A pack is made by one thread, so several are made at once, the largest first."""
+    largest_first = sorted(groups, key=lambda group: sum(layer.weight.numel() for layer in group), reverse=True)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        yield from threads.map(partial(PackedProduct, multiple=multiple), largest_first)
+
+
 class PackedLinears(TorchFunctionMode):
     """While entered, linear layers multiply with packs of their weights, where half precision can hold them.
 
@@ -117,13 +126,13 @@ class PackedLinears(TorchFunctionMode):
         self._input: tuple[torch.Tensor, int] | None = None  # of the last product, and its version
         self._outputs: dict[int, torch.Tensor] = {}  # of the last product, by weight, that nobody has asked for yet
         self.num_refused = 0  # weights that half precision cannot hold
+        groups: list[Siblings] = []
         for group in layers:
             fitting = tuple(layer for layer in group if fits_half(layer.weight))
             self.num_refused += len(group) - len(fitting)
-            if fitting:
-                self._products |= dict.fromkeys(
-                    (id(layer.weight) for layer in fitting), PackedProduct(fitting, multiple)
-                )
+            groups += [fitting] if fitting else []
+        for product in pack(groups, multiple):
+            self._products |= dict.fromkeys((id(layer.weight) for layer in product.layers), product)
 
     @property
     def num_packed(self) -> int:

@@ -88,6 +88,13 @@ class SlotTable:
         self.page_table[slot, owned : owned + len(pages)] = pages
         self.num_pages[slot] = owned + len(pages)
 
+    def share_out(self, pages: list[int], slots: IntArray, counts: IntArray) -> None:
+        """Append to each of `slots` its count of `pages`, in order."""
+        which = np.repeat(np.arange(len(slots)), counts)
+        place = np.arange(len(pages)) - (counts.cumsum() - counts)[which]
+        self.page_table[slots[which], self.num_pages[slots][which] + place] = pages
+        self.num_pages[slots] += counts
+
     def pages(self, slot: int) -> list[int]:
         owned: list[int] = self.page_table[slot, : self.num_pages[slot]].tolist()
         return owned

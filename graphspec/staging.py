@@ -120,7 +120,7 @@ def read_rows(output: torch.Tensor, count: int, width: int, logprobs: torch.Tens
     must be over."""
     raw = output[:count].numpy()
     rows = raw.astype(np.int64)
-    tokens, rest = np.split(rows[:, OUTPUT_HEADER:], [width], axis=1)
+    tokens, rest = rows[:, OUTPUT_HEADER : OUTPUT_HEADER + width], rows[:, OUTPUT_HEADER + width :]
     read = None if logprobs is None else read_logprobs(logprobs[:count].view(*tokens.shape, -1).numpy())
     rejections = None
     if rest.shape[1]:

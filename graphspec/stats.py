@@ -44,7 +44,8 @@ class SpecStats:
         self.num_draft_tokens_per_pos[:num_draft] += len(accepted)
         self.num_accepted_tokens += int(accepted.sum())
         self.num_delivered_draft_tokens += int(delivered.sum())
-        self.num_accepted_tokens_per_pos[:num_draft] += (accepted[:, None] > np.arange(num_draft)).sum(axis=0)
+        at_most = np.bincount(accepted, minlength=1 + num_draft).cumsum()  # rows that accepted no more than 0, 1 ...
+        self.num_accepted_tokens_per_pos[:num_draft] += len(accepted) - at_most[:num_draft]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -78,10 +79,11 @@ class LoopTimes:
     total_busy: float = 0.0
     total_idle: float = 0.0  # device waiting for the host between launches
 
-    def record_launch(self, busy: float, idle_before: float) -> None:
+    def record_launch(self, busy: float, idle_before: float | None) -> None:
+        """`idle_before` is None after a rest: the device waited for a request then, not for the host."""
         self.busy.append(busy)
         self.total_busy += busy
-        if self.num_launches:  # before the first launch nobody waited for anything
+        if idle_before is not None:
             self.idle.append(idle_before)
             self.total_idle += idle_before
         self.num_launches += 1
@@ -116,7 +118,7 @@ class EngineStats:
     num_compiled_regions: int  # pieces of code Inductor made; constant once every graph is captured
     host_us_per_step: float  # median
     device_ms_per_step: float  # median
-    device_idle_share: float  # of the device's time between first and last launch, spent waiting for the host
+    device_idle_share: float  # of the device's time while there were requests, spent waiting for the host
 
 
 @dataclass(frozen=True)

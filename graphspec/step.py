@@ -94,6 +94,7 @@ class StepPlan:
     """One launch. Complete at birth: what the launch knew is kept with it until it is answered.
 
     `catch_up` are chunks of tokens that only the drafter has not read yet; a launch has them or prompt chunks.
+    `after_rest`: there was no request for a while before, so the device waited for one, and not for the host.
     """
 
     step: int
@@ -102,6 +103,7 @@ class StepPlan:
     decode: DecodeRows | None
     num_draft_next: int
     catch_up: PrefillRows | None = None
+    after_rest: bool = False
 
 
 class LogprobRows(NamedTuple):

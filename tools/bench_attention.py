@@ -21,7 +21,7 @@ import torch
 from attention_step import AttentionStep
 from bench_common import Output, dtype_of, parser_for, progress, run
 from bench_plot import plot_lines
-from speed_of_light import Work, measured_rates, seconds_of
+from speed_of_light import Rates, Work, measured_rates, seconds_of
 
 from attention import AttentionShape, AttentionSpec, create_backend
 
@@ -61,6 +61,19 @@ def measure(args: argparse.Namespace, shape: AttentionShape, rows: int, query_le
     return taken
 
 
+def line_of(
+    shape: AttentionShape, rates: Rates, rows: int, query_len: int, length: int, times: list[float], first: list[float]
+) -> dict[str, float]:
+    """The fields of one line; `first` are the times of the first backend at this length."""
+    seconds, needed = statistics.median(times), attention_work(shape, rows, query_len, length)
+    light = rates.seconds(needed)
+    return {
+        "us": 1e6 * seconds, "us_p90": 1e6 * statistics.quantiles(times, n=10)[8],
+        "vs_first": statistics.median(a / b for a, b in zip(times, first, strict=True)),
+        "gb_per_s": needed.kv_bytes / seconds / 1e9, "light_us": 1e6 * light, "vs_light": seconds / light,
+    }  # fmt: skip
+
+
 def work(args: argparse.Namespace) -> None:
     longest, shortest = max(args.lengths), min(args.lengths)
     if longest > args.capacity or shortest <= max(args.num_draft):
@@ -77,19 +90,11 @@ def work(args: argparse.Namespace) -> None:
         for rows, k in cases:
             taken = measure(args, shape, rows, 1 + k)
             for (name, length), times in taken.items():
-                seconds, needed = statistics.median(times), attention_work(shape, rows, 1 + k, length)
-                light = rates.seconds(needed)
-                ratios = [a / b for a, b in zip(times, taken[args.backends[0], length], strict=True)]
-                config = {"backend": name, "rows": rows, "num_draft": k, "length": length}
-                found = {
-                    "us": 1e6 * seconds, "us_p90": 1e6 * statistics.quantiles(times, n=10)[8],
-                    "vs_first": statistics.median(ratios), "gb_per_s": needed.kv_bytes / seconds / 1e9,
-                    "light_us": 1e6 * light, "vs_light": seconds / light,
-                }  # fmt: skip
-                output.line(config, found)
+                found = line_of(shape, rates, rows, 1 + k, length, times, taken[args.backends[0], length])
+                output.line({"backend": name, "rows": rows, "num_draft": k, "length": length}, found)
                 label = f"{name}, {rows} x {1 + k}"
-                series.setdefault(label, []).append((length, 1e6 * seconds))
-                bounds.setdefault(label, []).append((length, 1e6 * light))
+                series.setdefault(label, []).append((length, found["us"]))
+                bounds.setdefault(label, []).append((length, found["light_us"]))
             bar.update()
     plot_lines(args.plot, "Attention of one layer, and its bound (dashed)", "tokens per row", "us", series, bounds)
 

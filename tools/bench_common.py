@@ -159,9 +159,10 @@ def cell(value: Any) -> str:
 
 def side_by_side(names: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of a table with one column per variant and one row per value."""
-    width = max(12, *(len(name) + 2 for name in names))
+    texts = {key: [cell(column[key]) for column in columns] for key in columns[0]}
+    width = 2 + max(10, *(len(text) for row in (names, *texts.values()) for text in row))
     lines = [" " * 30 + "".join(name.rjust(width) for name in names)]
-    return lines + [f"{key:<30}" + "".join(cell(c[key]).rjust(width) for c in columns) for key in columns[0]]
+    return lines + [f"{key:<30}" + "".join(text.rjust(width) for text in row) for key, row in texts.items()]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

@@ -7,7 +7,8 @@
 
 Steps hold decode rows only. Drafts are made as by n-grams and a fixed number of them is accepted (`--accepted`, by
 default half), which separates the cost of the engine from the quality of a drafter. All variants live in one process on
-the same weights and take turns in every round, so drift of the machine meets all of them alike.
+the same weights. Those with the same rows and context, which are compared, take turns in every round, so drift of the
+machine meets all of them alike; then their lines are printed, and the next rows follow.
 
     device ms     device computing one launch: events on CUDA, the stream's own timestamps on the CPU
     x first       the same, against the first variant with these rows and this context, median over rounds
@@ -150,9 +151,9 @@ def variants(args: argparse.Namespace, module: Any) -> Iterator[tuple[tuple[str,
         yield (mode, k), Variant(Engine(on_same_weights(module), load_tokenizer(args.model), config))
 
 
-def measure(args: argparse.Namespace, made: dict[tuple[str, int], Variant]) -> dict[Case, Series]:
+def measure(args: argparse.Namespace, some: Sequence[Case], made: dict[tuple[str, int], Variant]) -> dict[Case, Series]:
     """Every case takes a turn in every round; the first round, in which graphs are captured, is not kept."""
-    found = {case: Series() for case in cases(args)}
+    found = {case: Series() for case in some}
     with progress((1 + args.rounds) * len(found), "turns") as bar:
         for _ in range(1 + args.rounds):
             if bar.n == len(found):
@@ -180,7 +181,7 @@ def values(case: Case, found: dict[Case, Series], bound: StepBound) -> dict[str,
         "idle_us": 1e6 * statistics.median(idle), "idle_percent": 100 * sum(idle) / (sum(idle) + sum(busy)),
         "host_us": 1e6 * statistics.median(host), "host_us_p99": 1e6 * percentile(host, 99),
         "emitted": emitted, "token_ms": 1e3 * seconds / emitted,
-        **bound.ratios(seconds, case.rows, case.num_draft, context, emitted),
+        **bound.ratios(seconds, case.rows, case.num_draft, context, emitted), "packed_mb": bound.model.packed / 1e6,
         "parts": {"host": spread(series.host), "device": spread(series.device)},
         "apart_ms": 1e3 * statistics.median(sum(parts.values()) for parts in series.device),
         "apart_from_ms": 1e3 * statistics.median(series.apart_from),
@@ -201,13 +202,17 @@ def spread(steps: Sequence[Parts]) -> dict[str, dict[str, float]]:
     }
 
 
-def show_parts(output: Output, results: dict[Case, dict[str, Any]]) -> None:
+def show(output: Output, results: dict[Case, dict[str, Any]]) -> None:
+    """Print lines, and what the steps consist of."""
+    output.heading()
+    for case, result in results.items():
+        output.line(case._asdict(), result)
     every = list(results)
     for some in (every[i : i + BESIDE] for i in range(0, len(every), BESIDE)):
         columns = [parts_column(results[case]) for case in some]
         names = dict.fromkeys(name for column in columns for name in column)
         filled = [{name: column.get(name) for name in names} for column in columns]
-        output.text("\n" + "\n".join(side_by_side([case.name for case in some], filled)))
+        output.text("\n" + "\n".join(side_by_side([case.name for case in some], filled)) + "\n")
 
 
 def parts_column(result: dict[str, Any]) -> dict[str, str]:
@@ -229,20 +234,24 @@ def work(args: argparse.Namespace) -> None:
         return
     module = load(args)
     dtype = next(module.parameters()).dtype
-    bound = StepBound(measured_rates(args.device, dtype), module)
+    rates = measured_rates(args.device, dtype)
+    output = Output("bench_step", args, dtype, COLUMNS)
+    results: dict[Case, dict[str, Any]] = {}
     made: dict[tuple[str, int], Variant] = {}
     try:
         made.update(variants(args, module))
-        found = measure(args, made)
+        bounds = {key: StepBound.of(rates, variant.engine) for key, variant in made.items()}
+        for mode, k in made:
+            if k == args.num_draft[0]:
+                output.text(f"{mode}: {bounds[mode, k].counted}")
+        for _, some in itertools.groupby(cases(args), lambda case: case[:2]):
+            found = measure(args, list(some), made)
+            lines = {case: values(case, found, bounds[case.mode, case.num_draft]) for case in found}
+            show(output, lines)
+            results |= lines
     finally:
         for variant in made.values():
             variant.engine.close()
-    output = Output("bench_step", args, dtype, COLUMNS)
-    output.heading()
-    results = {case: values(case, found, bound) for case in found}
-    for case, result in results.items():
-        output.line(case._asdict(), result)
-    show_parts(output, results)
     parts = {c.name: {n: own["median_us"] / 1e3 for n, own in r["parts"]["device"].items()} for c, r in results.items()}
     plot_bars(args.plot, "Parts of a decode step on the device", "ms", parts)
 

@@ -10,7 +10,8 @@ on a pipe, so drift of the machine meets all of them alike. Greedy; a request en
 
 Ratios are to the first peer in the same round: the median and the extremes. TTFT counts from when a request is taken
 up, TPOT per token after the first. `accepted` is tokens per step and request (vLLM counts steps that had a draft).
-`x plain light` is time per token over its bound without speculation, see speed_of_light.py. Texts of different engines
+`x plain light` is time per token over its bound without speculation, see speed_of_light.py, for all peers with weights
+read in --dtype. Texts of different engines
 part at near-ties of rounding; `same` is the share of requests whose tokens are those of the first peer.
 """
 
@@ -30,7 +31,7 @@ import torch
 from bench_common import Output, dtype_of, load_tokenizer, parser_for, percentile, progress, run
 from bench_plot import plot_bars
 from peer_protocol import Answer, Peer
-from speed_of_light import StepBound, measured_rates
+from speed_of_light import ModelWork, StepBound, measured_rates
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from graphspec.model import model_path
@@ -126,7 +127,7 @@ def bound_of(args: argparse.Namespace) -> StepBound:
     config = AutoConfig.from_pretrained(model_path(args.model))
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype_of(args))
-    return StepBound(measured_rates(args.device, dtype_of(args)), module)
+    return StepBound(measured_rates(args.device, dtype_of(args)), ModelWork.of(module))
 
 
 def summary(runs: Sequence[Answer], first: Sequence[Answer], plain_token_s: float) -> dict[str, Any]:

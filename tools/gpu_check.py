@@ -5,33 +5,43 @@
 
 Needs nothing from the network: the models have random weights in the shapes of SmolLM2-135M, Llama-3.1-8B and Qwen3-8B.
 Checks come in order of value, each line is written to `rows.jsonl` as it is measured, and what the budget leaves out is
-named at the end. Exit code 1 if a check failed. `--tiny` runs everything on the CPU in small, to test this script.
+named at the end. They run in a process of their own: one that crashes, or is silent for `--patience-s`, is ended, that
+check has failed, and another process goes on with the next. Exit code 1 if a check failed. `--tiny` runs everything on
+the CPU in small, to test this script.
 
     attention   every backend against the float32 reference, lengths and inputs changed within one captured graph
     graph       decode steps on graphs against `enforce_eager`: equal tokens
     depth       scheduler one step ahead against synchronous, forced and n-gram drafts: equal tokens
     step        time of a decode step, gap before its launch, ratio to the bound of speed_of_light.py
+    lengths     attention against length, as bench_attention.py shows it
+    parts       a step taken apart inside its graph, as bench_step.py shows it
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import statistics
+import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_attention
+import bench_step
 import torch
 from attention_step import AttentionStep
 from bench_common import provenance
 from decode_load import decoding, timed_steps, tokens_needed
-from speed_of_light import Rates, StepBound, measured_rates, seconds_of
+from gpu_report import Report, Row, summary, tables
+from speed_of_light import StepBound, fields_of, measured_rates, seconds_of
+from supervised import LOST, supervise
 from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,6 +54,7 @@ from graphspec import Engine, EngineConfig, SamplingParams
 MAX_ERROR = 2.0**-6
 LENGTH_SETS = 6  # replays of one graph with new lengths and new inputs
 PROMPT = 32  # tokens before the decode steps that are timed
+OVERTIME_S = 20.0  # in which the check that runs when the budget is spent may end
 
 MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
@@ -80,60 +91,6 @@ class Plan:
     compile: bool
 
 
-Row = dict[str, Any]
-
-
-class Report:
-    """Lines as they are measured, and what failed or was not reached."""
-
-    def __init__(self, out: Path, budget: float, device: str, dtype: torch.dtype) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self._out, self._budget, self._started = out, budget, time.perf_counter()
-        self._file = (out / "rows.jsonl").open("w", encoding="utf-8")
-        self._provenance = provenance(device, dtype)
-        self.rows: list[Row] = []
-        self.skipped: list[str] = []
-
-    @property
-    def failed(self) -> list[Row]:
-        return [row for row in self.rows if not row["ok"]]
-
-    def run(self, name: str, check: Callable[[], Row]) -> None:
-        """One check, unless the time is up. A check that raises is a failed line; the others go on."""
-        seconds = time.perf_counter() - self._started
-        if seconds > self._budget:
-            self.skipped.append(name)
-            return
-        try:
-            row = check()
-        except Exception as caught:
-            row = {"ok": False, "error": f"{type(caught).__name__}: {caught}"[:500]}
-            traceback.print_exc()
-        row = {"check": name, "at_s": round(seconds, 1), **row}
-        self.rows.append(row)
-        self._file.write(json.dumps({"tool": "gpu_check", **self._provenance, **row}) + "\n")
-        self._file.flush()
-        print(f"{seconds:>6.1f} s  {'ok  ' if row['ok'] else 'FAIL'}  {name:<52} {_brief(row)}", flush=True)
-        gc.collect()  # engines hold memory in cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def close(self) -> None:
-        self._file.close()
-        lines = ["| check | ok | " + " |", "| --- | --- | --- |"]
-        lines += [f"| {row['check']} | {'yes' if row['ok'] else 'NO'} | {_brief(row)} |" for row in self.rows]
-        lines += [f"| {name} | not reached | |" for name in self.skipped]
-        facts = ", ".join(self._provenance.values())
-        (self._out / "table.md").write_text(f"{facts}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _brief(row: Row) -> str:
-    hidden = ("check", "at_s", "ok", "bucket")
-    return ", ".join(
-        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k not in hidden
-    ).replace("|", "/")
-
-
 # Attention.
 
 
@@ -148,7 +105,8 @@ def attention_shape(plan: Plan, name: str, page_size: int = 16) -> AttentionShap
     )
 
 
-def machine(rates: Rates) -> Row:
+def machine(plan: Plan) -> Row:
+    rates = measured_rates(plan.device.type, plan.dtype)
     found = {"read_gb_per_s": rates.bytes_per_s / 1e9, "gflop_per_s": rates.operations_per_s / 1e9}
     return {"ok": True, **found, "flashinfer": missing() or "found"}
 
@@ -163,9 +121,24 @@ def check_attention(plan: Plan, model: str, name: str, rows: int, query_len: int
     kv_bytes = 2 * rows * longest * shape.num_kv_heads * shape.head_dim * plan.dtype.itemsize
     worst = max(errors, key=lambda e: e if e == e else float("inf"))
     return {
-        "ok": bool(worst <= MAX_ERROR), "error": worst, "us": 1e6 * seconds, "gb_per_s": kv_bytes / seconds / 1e9,
+        "ok": bool(worst <= MAX_ERROR), "worst_error": worst, "us": 1e6 * seconds, "gb_per_s": kv_bytes / seconds / 1e9,
         "bucket": {"model": model, "backend": name, "rows": rows, "query_len": query_len},
     }  # fmt: skip
+
+
+def check_lengths(plan: Plan, model: str, rows: int, query_len: int) -> Row:
+    """Every backend at lengths up to the longest, in turns on one graph each."""
+    shape, rates = attention_shape(plan, model), measured_rates(plan.device.type, plan.dtype)
+    names = backends(plan, model)
+    lengths = [max(query_len, plan.max_model_len // part) for part in (32, 8, 2, 1)]
+    options = argparse.Namespace(backends=names, lengths=lengths, repeats=plan.steps)
+    taken = bench_attention.measure(options, shape, rows, query_len)
+    lines = [
+        {"backend": name, "rows": rows, "num_draft": query_len - 1, "length": length}
+        | bench_attention.line_of(shape, rates, rows, query_len, length, times, taken[names[0], length])
+        for (name, length), times in taken.items()
+    ]
+    return {"ok": True, "lengths": lines}
 
 
 def choice_table(plan: Plan, measured: Iterable[Row]) -> list[dict[str, Any]]:
@@ -191,8 +164,22 @@ def choice_table(plan: Plan, measured: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def backends(plan: Plan, model: str) -> list[str]:
-    """The reference, and each FlashInfer backend that can serve a model here."""
-    if plan.device.type != "cuda" or missing() is not None:
+    """The backends to check; the reference alone if asking for them fails, which is a failed check of its own."""
+    try:
+        return usable(plan, model)
+    except Exception:
+        return ["reference"]
+
+
+def check_backends(plan: Plan, model: str) -> Row:
+    return {"ok": True, "backends": " ".join(usable(plan, model))}
+
+
+def usable(plan: Plan, model: str) -> list[str]:
+    """The reference, and each backend that is faster and can serve a model here."""
+    if plan.device.type != "cuda":
+        return ["cpu", "reference"]
+    if missing() is not None:
         return ["reference"]
     shape, machine = attention_shape(plan, model), Machine.of(plan.device)
     return [*(name for name in NAMES if unsupported(name, shape, machine) is None), "reference"]
@@ -263,21 +250,47 @@ def check_depth(models: RandomModels, plan: Plan, model: str, drafter: dict[str,
     return {"ok": same == rows and off_graph == 0, "same_texts": f"{same} of {rows}", "off_graph": off_graph}
 
 
-def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, rates: Rates, **config: Any) -> Row:
+def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, **config: Any) -> Row:
     """Medians over steps in which `rows` requests decode."""
-    drafter = {"drafter": "forced", "forced_num_accepted": k // 2} if k else {}
-    with engine(models, plan, model, k, depth=1, **drafter, **config) as made:
+    with engine(models, plan, model, k, depth=1, **forced(k), **config) as made:
         params = SamplingParams(max_tokens=tokens_needed(k, plan.steps + 4), ignore_eos=True)
         with decoding(made, prompts(plan, model, rows, PROMPT), params):
             turn = timed_steps(made, plan.steps)
             kernels = kernels_per_step(made) if plan.device.type == "cuda" else None
-        bound = StepBound.of(rates, made)
-    seconds, emitted = statistics.median(turn.busy), turn.emitted_per_row(rows)
-    ratios = bound.ratios(seconds, rows, k, PROMPT + plan.steps * emitted / 2, emitted)
+        found = fields_of(turn, bound_of(plan, made), rows, k, PROMPT)
     return {
-        "ok": True, "ms": 1e3 * seconds, **ratios, "gap_us": 1e6 * statistics.median(turn.idle),
+        "ok": True, "ms": found["step_ms"], "vs_light": found["vs_light"],
+        "token_vs_plain_light": found["token_vs_plain_light"], "gap_us": 1e6 * statistics.median(turn.idle),
         "host_us": 1e6 * statistics.median(turn.host), "kernels": kernels,
+        "mode": mode_of(made), "step": {"model": model, "rows": rows, "num_draft": k, "context": PROMPT, **found},
     }  # fmt: skip
+
+
+def check_parts(models: RandomModels, plan: Plan, model: str, k: int, rows: int, **config: Any) -> Row:
+    """The second turn: the first one captures."""
+    with engine(models, plan, model, k, depth=1, **forced(k), **config) as made:
+        case = bench_step.Case(rows, PROMPT, mode_of(made), k, "greedy", 1)
+        variant = bench_step.Variant(made)
+        turns = [bench_step.Series() for _ in range(2)]
+        for series in turns:
+            variant.turn(case, plan.steps, series)
+        found = bench_step.values(case, {case: turns[1]}, bound_of(plan, made))
+    return {
+        "ok": True, "ms": found["device_ms"], "total_of_parts_ms": found["apart_ms"],
+        "apart": {"model": model, **case._asdict(), **found},
+    }  # fmt: skip
+
+
+def forced(k: int) -> dict[str, Any]:
+    return {"drafter": "forced", "forced_num_accepted": k // 2} if k else {}
+
+
+def bound_of(plan: Plan, made: Engine) -> StepBound:
+    return StepBound.of(measured_rates(plan.device.type, plan.dtype), made)
+
+
+def mode_of(made: Engine) -> str:
+    return "compiled" if made.config.user.compile else "graph"
 
 
 def kernels_per_step(made: Engine) -> float:
@@ -292,41 +305,49 @@ def kernels_per_step(made: Engine) -> float:
 
 # The order of checks.
 
+Check = tuple[str, Callable[[], Row]]
 
-def checks(plan: Plan, rates: Rates) -> Iterator[tuple[str, Callable[[], Row]]]:
+
+def checks(plan: Plan) -> Iterator[Check]:
     """In order of value. The later ones repeat earlier ones, which are run once."""
     models = RandomModels(plan)
     first, *others = plan.models
     big = others[0] if others else first
-    high_k, few, many = max(plan.drafts), plan.rows[0], plan.rows[-1]
+    high_k, few, some, many = max(plan.drafts), plan.rows[0], plan.rows[1], plan.rows[-1]
+    one_k = plan.drafts[1]
 
-    def attention(model: str, rows: int, k: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+    def attention(model: str, rows: int, k: int) -> Iterator[Check]:
         for name in backends(plan, model):
-            yield (
-                f"attention {name} {model} {rows} x {1 + k}",
-                partial(check_attention, plan, model, name, rows, 1 + k),
-            )
+            run = partial(check_attention, plan, model, name, rows, 1 + k)
+            yield f"attention {name} {model} {rows} x {1 + k}", run
 
-    def step(model: str, rows: int, k: int, **config: Any) -> tuple[str, Callable[[], Row]]:
-        kind = " compiled" if config.get("compile") else ""
-        run = partial(check_step, models, plan, model, k, rows, rates, **config)
-        return f"step {model} rows {rows} k {k}{kind}", run
+    def step(model: str, rows: int, k: int, kind: str = "step", **config: Any) -> Check:
+        check = check_step if kind == "step" else check_parts
+        name = f"{kind} {model} rows {rows} k {k}{' compiled' if config.get('compile') else ''}"
+        return name, partial(check, models, plan, model, k, rows, **config)
 
+    yield "machine", partial(machine, plan)
+    for model in plan.models:
+        yield f"backends {model}", partial(check_backends, plan, model)
     for model in dict.fromkeys((first, big)):
-        for rows in (few, plan.rows[1]):
+        for rows in (few, some):
             yield from attention(model, rows, high_k)
     for name in backends(plan, first):
-        yield f"graph = eager {name} {first}", partial(check_graph, models, plan, first, name, high_k, plan.rows[1])
+        yield f"graph = eager {name} {first}", partial(check_graph, models, plan, first, name, high_k, some)
     for drafter in ({"drafter": "ngram"}, {"drafter": "forced", "forced_num_accepted": high_k // 2}):
-        depth = partial(check_depth, models, plan, first, drafter, high_k, plan.rows[1])
+        depth = partial(check_depth, models, plan, first, drafter, high_k, some)
         yield f"depth 1 = depth 0 {drafter['drafter']} {first}", depth
     for k in plan.drafts:
         yield step(first, few, k)
-    for rows, k in ((few, 0), (few, plan.drafts[1]), (plan.rows[1], plan.drafts[1]), (many, plan.drafts[1])):
+    yield step(first, few, one_k, "parts")
+    yield f"lengths {big} {some} x {1 + one_k}", partial(check_lengths, plan, big, some, 1 + one_k)
+    for rows, k in ((few, 0), (few, one_k), (some, one_k), (many, one_k)):
         yield step(big, rows, k)
+    yield step(big, some, one_k, "parts")
     if plan.device.type == "cuda" or plan.compile:
-        yield step(big, few, 0, compile=True)
-        yield step(big, few, plan.drafts[1], compile=True)
+        for k in (0, one_k):
+            yield step(big, few, k, compile=True)
+        yield step(big, few, one_k, "parts", compile=True)
     for model in (big, *others, first):  # the whole matrix
         for rows in plan.rows:
             for k in plan.drafts:
@@ -334,34 +355,78 @@ def checks(plan: Plan, rates: Rates) -> Iterator[tuple[str, Callable[[], Row]]]:
                 yield step(model, rows, k)
 
 
+def plan_of(args: argparse.Namespace) -> Plan:
+    if args.tiny:
+        return Plan(torch.device("cpu"), torch.float32, ("tiny",), (1, 3), (0, 2), 96, 3, args.compile)
+    models = ("SmolLM2-135M", "Llama-3.1-8B", "Qwen3-8B")
+    return Plan(torch.device("cuda"), torch.bfloat16, models, (1, 8, 32, 64), (0, 3, 5), 4096, 20, args.compile)
+
+
+def work(args: argparse.Namespace) -> int:
+    """The process that checks: everything that has no line yet, while there is time."""
+    plan = plan_of(args)
+    report = Report(args.out, provenance(plan.device.type, plan.dtype))
+    done = {row["check"] for row in report.rows()}
+    with (args.out / "stack.txt").open("w") as stack, torch.no_grad():
+        faulthandler.enable(stack)
+        for name, check in checks(plan):
+            if name in done:
+                continue
+            done.add(name)
+            if time.monotonic() > args.until:
+                report.add(name, {"ok": None})
+            elif report.run(name, check)["ok"] is False and not device_answers(plan.device):
+                return LOST
+            gc.collect()  # engines hold memory in cycles
+            if plan.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return 0
+
+
+def device_answers(device: torch.device) -> bool:
+    """False once a kernel has gone wrong: every later call of this process then reports its error."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=270.0, help="start no check after this many seconds")
+    parser.add_argument("--patience-s", type=float, default=100.0, help="a check that takes longer has failed")
     parser.add_argument("--out", type=Path, default=Path("out/gpu_check"))
     parser.add_argument("--compile", action="store_true", help="compile every step, not only the lines that say so")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # this is the worker; when it may start no more
     args = parser.parse_args(argv)
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("gpu_check needs a CUDA device; --tiny runs the same checks in small on the CPU")
-    if args.tiny:
-        plan = Plan(torch.device("cpu"), torch.float32, ("tiny",), (1, 3), (0, 2), 96, 3, args.compile)
-    else:
-        models = ("SmolLM2-135M", "Llama-3.1-8B", "Qwen3-8B")
-        plan = Plan(torch.device("cuda"), torch.bfloat16, models, (1, 8, 32, 64), (0, 3, 5), 4096, 20, args.compile)
-    report = Report(args.out, args.budget_s, plan.device.type, plan.dtype)
-    with torch.no_grad():
-        rates = measured_rates(plan.device.type, plan.dtype)
-        report.run("machine", lambda: machine(rates))
-        done: set[str] = set()
-        for name, check in checks(plan, rates):
-            if name not in done:
-                done.add(name)
-                report.run(name, check)
-    report.close()
-    table = choice_table(plan, report.rows)
-    (args.out / "attention_table.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
-    counts = f"{len(report.rows)} checks, {len(report.failed)} failed, {len(report.skipped)} not reached"
-    print(f"{counts}; {args.out}/table.md")
+    if args.until is not None:
+        return work(args)
+    until = time.monotonic() + args.budget_s
+    report = Report(args.out, {})
+    report.clear()
+    options = sys.argv[1:] if argv is None else argv
+    command = [sys.executable, str(Path(__file__)), *options, "--until", str(until)]
+    with suppress(KeyboardInterrupt):
+        supervise(command, report, until + OVERTIME_S, args.patience_s)
+    return conclude(report, plan_of(args))
+
+
+def conclude(report: Report, plan: Plan) -> int:
+    """Write and print the tables."""
+    rows = report.rows()
+    text = tables(rows)
+    facts = ", ".join(str(rows[0].get(name, "")) for name in ("commit", "device", "dtype", "torch")) if rows else ""
+    (report.out / "table.md").write_text(f"{facts}\n\n{summary(rows)}\n\n```\n{text}\n```\n", encoding="utf-8")
+    table = json.dumps(choice_table(plan, rows), indent=1)
+    (report.out / "attention_table.json").write_text(table, encoding="utf-8")
+    missed = sum(row["ok"] is None for row in rows)
+    print(f"\n{facts}\n\n{text}\n")
+    print(f"{len(rows) - missed} checks, {len(report.failed)} failed, {missed} not reached; {report.out}/table.md")
     return int(bool(report.failed))
 
 

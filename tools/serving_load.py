@@ -86,7 +86,6 @@ def serve(
         if len(tokens[i]) > 1:
             served.tpot.append((times[i][-1] - times[i][0]) / (len(tokens[i]) - 1))
     served.counts = {name: value - before[name] for name, value in totals(engine).items()}
-    served.counts["idle"] -= pause_before(engine, served.counts["launches"])
     engine.reset_prefix_cache()
     rest(engine)
     return served
@@ -101,16 +100,9 @@ def totals(engine: Engine) -> dict[str, float]:
         "num_accepted_tokens": stats.num_accepted_tokens,
         "wasted_positions": stats.wasted_positions,
         "off_graph_decode_steps": stats.off_graph_decode_steps,
-        "launches": times.num_launches,
         "busy": times.total_busy,
         "idle": times.total_idle,
     }
-
-
-def pause_before(engine: Engine, launches: float) -> float:
-    """What counts as waiting before the first of the newest `launches`, and was the turn of somebody else."""
-    waits = list(engine._times.idle)[-round(launches) :]
-    return waits[0] if len(waits) == launches else 0.0  # nothing counts before an engine's very first launch
 
 
 def capture_graphs(engine: Engine, sampler: str) -> None:

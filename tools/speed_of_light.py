@@ -6,8 +6,9 @@ A step cannot be faster than reading what it must read at the bandwidth of the m
 the rate of the machine's matrix product; the later of the two is the bound. Both rates are measured here, once per
 process. What a step must move:
 
-    weights   every parameter once, for all rows and positions together; of an input embedding that is not also the
-              output head, only the rows of the tokens
+    weights   every parameter once, for all rows and positions together, in the form in which the engine reads it:
+              packed ones in half precision; of an input embedding that is not also the output head, only the rows of
+              the tokens
     KV        read: the true context of every row, each layer's window at most; written: the new positions
     logits    written by the head and read by the sampler
 
@@ -25,7 +26,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,11 +34,15 @@ from typing import Any
 import torch
 from bench_common import Output, dtype_of, load, on_same_weights, parser_for, run
 from bench_plot import plot_lines
-from decode_load import decoding, prompts_of, timed_steps, tokens_needed
+from decode_load import Turn, decoding, prompts_of, timed_steps, tokens_needed
 from torch import nn
 
 from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.model import PagedModel
+from graphspec.packing import PackedLinears
 from graphspec.step import StepPlan, StepResult
+
+PACKED_ITEM = 2  # bytes of a packed weight
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class ModelWork:
     """What the steps of one model cost. Sizes in bytes, of tensors of one dtype."""
 
     weights: int  # that every step reads
+    packed: int  # of these, what is read from packs
     matrix_elements: int  # of parameters that every position is multiplied with
     hidden: int  # one row of an input embedding of its own, 0 if it is the output head
     vocab_size: int
@@ -88,17 +94,20 @@ class ModelWork:
     windows: tuple[int | None, ...]  # per layer
 
     @staticmethod
-    def of(module: nn.Module) -> ModelWork:
-        """Count a transformers causal LM; on the meta device too."""
+    def of(module: nn.Module, packed: Collection[int] = ()) -> ModelWork:
+        """Count a transformers causal LM, whose weights with the ids `packed` are read from packs; on the meta device
+        too."""
         text: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         head = module.get_output_embeddings().weight  # type: ignore[operator]
         parameters = list(module.parameters())
         own = 0 if head is embedding else embedding.numel()
         item, heads = head.element_size(), text.num_attention_heads
+        in_packs = PACKED_ITEM * sum(p.numel() for p in parameters if id(p) in packed)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return ModelWork(
-            weights=sum(p.numel() * p.element_size() for p in parameters) - own * item,
+            weights=sum(p.nbytes for p in parameters if id(p) not in packed) - own * item + in_packs,
+            packed=in_packs,
             matrix_elements=sum(p.numel() for p in parameters if p.dim() > 1) - own,
             hidden=embedding.shape[1] * item if own else 0,
             vocab_size=text.vocab_size,
@@ -130,18 +139,29 @@ def _windows(text: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _work_of(model: PagedModel) -> ModelWork:
+    mode = model._mode
+    return ModelWork.of(model.module, mode._products.keys() if isinstance(mode, PackedLinears) else ())
+
+
 class StepBound:
     """The bound of an engine's decode steps."""
 
-    def __init__(self, rates: Rates, model: nn.Module, draft: nn.Module | None = None) -> None:
-        self.rates, self.model = rates, ModelWork.of(model)
-        self._draft = None if draft is None else ModelWork.of(draft)
+    def __init__(self, rates: Rates, model: ModelWork, draft: ModelWork | None = None) -> None:
+        self.rates, self.model, self._draft = rates, model, draft
 
     @staticmethod
     def of(rates: Rates, engine: Engine) -> StepBound:
-        """With the draft model that the engine has, if it has one."""
-        runner = engine._runner
-        return StepBound(rates, runner._model.module, None if runner._draft is None else runner._draft.module)
+        """With the draft model that the engine has, if it has one, and the packs it reads."""
+        model, draft = engine._runner._model, engine._runner._draft
+        return StepBound(rates, _work_of(model), None if draft is None else _work_of(draft))
+
+    @property
+    def counted(self) -> str:
+        """A sentence on what a step reads of the model's weights."""
+        model = self.model
+        plain = (model.weights - model.packed) / 1e6
+        return f"The bound counts {model.packed / 1e6:.1f} MB of packed weights and {plain:.1f} MB of others."
 
     @property
     def kv_token_bytes(self) -> int:
@@ -231,9 +251,10 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int) -> f
 # The table.
 
 COLUMNS = {
-    "rows": "rows", "num_draft": "k", "context": "context", "weight_mb": "weights MB", "kv_mb": "KV MB",
-    "logit_mb": "logits MB", "gflop": "GFLOP", "limit": "limit", "light_ms": "bound ms", "step_ms": "step ms",
-    "emitted": "emitted", "vs_light": "x light", "token_ms": "ms/token", "token_vs_plain_light": "x plain light",
+    "rows": "rows", "num_draft": "k", "context": "context", "weight_mb": "weights MB", "packed_mb": "packed MB",
+    "kv_mb": "KV MB", "logit_mb": "logits MB", "gflop": "GFLOP", "limit": "limit", "light_ms": "bound ms",
+    "step_ms": "step ms", "emitted": "emitted", "vs_light": "x light", "token_ms": "ms/token",
+    "token_vs_plain_light": "x plain light",
 }  # fmt: skip
 
 
@@ -244,7 +265,6 @@ def _measure(args: argparse.Namespace) -> None:
     output = Output("speed_of_light", args, dtype, COLUMNS)
     output.text(f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} GFLOP/s\n")
     output.heading()
-    bound = StepBound(rates, module)
     series: dict[str, list[tuple[float, float]]] = {}
     bounds: dict[str, list[tuple[float, float]]] = {}
     for k in args.num_draft:
@@ -254,6 +274,7 @@ def _measure(args: argparse.Namespace) -> None:
             num_speculative_tokens=k, max_num_seqs=max(args.rows), max_model_len=room, capture="lazy", **drafts
         )
         with Engine(on_same_weights(module), config=config) as engine:
+            bound = StepBound.of(rates, engine)
             for rows, context in ((r, c) for r in args.rows for c in args.context):
                 row = _line(engine, bound, rows, context, args.steps)
                 facts = {"read_gb_per_s": rates.bytes_per_s / 1e9, "gflop_per_s": rates.operations_per_s / 1e9}
@@ -269,12 +290,18 @@ def _line(engine: Engine, bound: StepBound, rows: int, context: int, steps: int)
     params = SamplingParams(max_tokens=tokens_needed(k, steps), ignore_eos=True)
     with decoding(engine, prompts_of(rows, context, bound.model.vocab_size), params):
         turn = timed_steps(engine, steps)
+    return fields_of(turn, bound, rows, k, context)
+
+
+def fields_of(turn: Turn, bound: StepBound, rows: int, k: int, context: int) -> dict[str, Any]:
+    """The fields of one line: steps of a turn that began behind `context` tokens of prompt."""
     seconds, emitted = statistics.median(turn.busy), turn.emitted_per_row(rows)
-    middle = context + emitted * (steps / 2 + 2)
+    middle = context + emitted * (len(turn.busy) / 2 + 2)
     work = bound.work(rows, k, middle)
     reads = work.num_bytes / bound.rates.bytes_per_s >= work.operations / bound.rates.operations_per_s
     return {
-        "weight_mb": work.weight_bytes / 1e6, "kv_mb": work.kv_bytes / 1e6, "logit_mb": work.logit_bytes / 1e6,
+        "weight_mb": work.weight_bytes / 1e6, "packed_mb": bound.model.packed / 1e6,
+        "kv_mb": work.kv_bytes / 1e6, "logit_mb": work.logit_bytes / 1e6,
         "gflop": work.operations / 1e9, "limit": "memory" if reads else "matrix", "step_ms": 1e3 * seconds,
         "emitted": emitted, "token_ms": 1e3 * seconds / emitted, **bound.ratios(seconds, rows, k, middle, emitted),
     }  # fmt: skip

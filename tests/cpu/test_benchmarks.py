@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from graphspec.packing import has_fbgemm
 from graphspec.step import DecodeRows, RowResults, StepPlan, StepResult
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -123,6 +124,11 @@ def test_what_a_step_must_move_is_counted_by_hand(tool: Any) -> None:
     assert step.operations == 2 * 6 * matrices + 3 * 2 * (11 + 12 + 13) * 4 * 4 * 12
     assert step.num_bytes == step.weight_bytes + step.kv_bytes + step.logit_bytes
 
+    model = tiny_model()
+    up = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    packed = light.ModelWork.of(model, {id(up)})
+    assert (packed.weights, packed.packed) == (4 * (matrices + norms) - 2 * 48 * 96, 2 * 48 * 96)
+
     windowed = light.ModelWork.of(tiny_model("mistral")).step(1, 1, 100)
     assert windowed.kv_bytes == 3 * (24 + 2) * 2 * 2 * 12 * 4
     rates = light.Rates(bytes_per_s=1e6, operations_per_s=1e12)
@@ -134,7 +140,7 @@ def test_the_bound_of_a_launch_follows_its_rows_and_true_lengths(tool: Any) -> N
     import numpy as np
 
     light = tool("speed_of_light").module
-    bound = light.StepBound(light.Rates(1e9, 1e15), tiny_model())
+    bound = light.StepBound(light.Rates(1e9, 1e15), light.ModelWork.of(tiny_model()))
     ints = np.zeros(2, np.int64)
     rows = DecodeRows(ints, ints, ints, np.zeros((2, 4), np.int32), 3, "greedy")
     result = StepResult(None, RowResults(ints, ints, np.array([10, 30]), ints, np.zeros((2, 4), np.int64)))
@@ -143,6 +149,26 @@ def test_the_bound_of_a_launch_follows_its_rows_and_true_lengths(tool: Any) -> N
     ratios = bound.ratios(2 * bound.seconds(2, 3, 20.0), 2, 3, 20.0, emitted=4.0)
     assert ratios["vs_light"] == 2.0
     assert ratios["token_vs_plain_light"] < 2.0  # the weights of one step served four tokens
+
+
+@pytest.mark.skipif(not has_fbgemm(), reason="needs FBGEMM and AVX2")
+def test_the_bound_counts_what_an_engine_reads(tool: Any) -> None:
+    """Weights that half precision holds are read packed: all of this model but the ones of its norms."""
+    from graphspec import Engine, EngineConfig
+
+    light = tool("speed_of_light").module
+    model = tiny_model()
+    for parameter in model.parameters():
+        parameter.copy_(parameter.half())
+    matrices = light.ModelWork.of(model).matrix_elements
+    for pack, item in ((None, 2), (False, 4)):
+        with Engine(model, config=EngineConfig(pack_weights=pack, max_model_len=64)) as engine:
+            bound = light.StepBound.of(light.Rates(1e9, 1e15), engine)
+            norms = 4 * (3 * 2 * 48 + 48)
+            assert bound.model.weights == item * matrices + norms
+            assert bound.model.packed == (2 * matrices if item == 2 else 0)
+            assert bound.seconds(1, 0, 8) > bound.model.weights / 1e9
+            assert f"{bound.model.packed / 1e6:.1f} MB of packed" in bound.counted
 
 
 def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +303,32 @@ def test_peers_give_equal_tokens_and_what_they_measured(tool: Any, tiny_checkpoi
     assert found[1]["mean_acceptance_length"] >= 1.0
 
 
+def test_starts_are_taken_apart_in_processes_of_their_own(tool: Any, small: list[str]) -> None:
+    """The model and the user cache are the child's; its phases add up to the whole."""
+    options = [*small, "--modes", "graph", "eager", "--rounds", "1", "--max-model-len", "64"]
+    lines = tool("bench_startup").lines(*options)
+    assert [(line["config"]["mode"], line["config"]["cache"]) for line in lines] == [
+        ("graph", "cold"), ("graph", "warm"), ("eager", "cold"), ("eager", "warm"),
+    ]  # fmt: skip
+    phases = ("import_s", "load_s", "engine_s", "first_token_s", "first_step_s")
+    for line in lines:
+        assert all(line[name] > 0 for name in (*phases, "second_ttft_ms"))
+        assert sum(line[name] for name in phases) == pytest.approx(line["total_s"])
+        seconds = {"cold": 60, "warm": 10}[line["config"]["cache"]]
+        assert line["vs_bound"] == pytest.approx(line["total_s"] / seconds)
+        kv = 2 * 3 * 2 * 12 * 16 * (4 + 1) * 4  # K and V x layers x heads x size x page x pages, scratch too x bytes
+        assert line["kv_mb"] == pytest.approx(kv / 1e6)
+        assert line["weight_mb"] == pytest.approx(sum(p.nbytes for p in tiny_of(small[1]).parameters()) / 1e6)
+        bound = 2.2 * line["weight_mb"] + line["kv_mb"] + 1000
+        assert line["peak_vs_bound"] == pytest.approx(line["peak_mb"] / bound)
+
+
+def tiny_of(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
@@ -287,6 +339,7 @@ def test_peers_give_equal_tokens_and_what_they_measured(tool: Any, tiny_checkpoi
         ("bench_attention", ["--lengths", "3"], "lengths must lie between"),
         ("bench_attention", ["--backends", "abacus"], 'unknown attention backend "abacus"'),
         ("compare_peers", ["--prompts-file", "nowhere.txt"], "cannot read the prompts file"),
+        ("bench_startup", ["--model", str(TOOLS)], "the engine failed: ValueError: .* is no model folder"),
         ("speed_of_light", ["--device", "abacus"], 'unknown device "abacus"'),
         ("speed_of_light", ["--plot", "nowhere/plot.png"], "a folder that exists"),
     ],

@@ -84,6 +84,22 @@ def test_a_compiled_record_updates_the_same_buffers_and_compiles_equal_layers_on
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs g++ and the Python headers")
+def test_another_process_finds_on_disk_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiler stands for a process: it knows nothing of the one before it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    outputs = []
+    for name in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
+        torch._dynamo.utils.counters.clear()
+        toy, compiler = Toy(), RegionCompiler()
+        program, _ = record(toy.step, compiler)
+        found = torch._dynamo.utils.counters["inductor"]
+        assert {n: found[n] for n in found if n.startswith("fxgraph_cache")} == {name: compiler.num_compiled}
+        outputs.append(program.run())
+    for first, second in zip(*outputs, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs g++ and the Python headers")
 def test_nothing_is_compiled_after_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """By our counter and by torch's: prefill chunks of any length, every batch size, each sampler there is (two here,
     to compile less)."""
@@ -110,6 +126,8 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         check_compiler(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"install g\+\+"):
         Engine(tiny_model(), config=EngineConfig(compile=True))
+    with pytest.raises(RuntimeError, match=r"install g\+\+"):  # before it is loaded
+        Engine.from_pretrained("no-such-model", EngineConfig(compile=True, device="cpu"))
 
 
 def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

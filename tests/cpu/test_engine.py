@@ -17,6 +17,7 @@ from conftest import VOCAB, tiny_model
 from same_text import NearTies, Scorer, assert_same_text
 
 from graphs import StreamError
+from graphs.stream import CpuEvent
 from graphspec import Completion, Engine, EngineConfig, SamplingParams, StepOutput
 from graphspec.config import resolve
 from graphspec.step import StepPlan
@@ -438,3 +439,21 @@ def test_stop_ids_cut_a_text_exactly_and_usage_counts_what_was_returned(engine: 
         expected = free[: free.index(stop) + 1]
         assert (done[0].token_ids, done[0].finish_reason) == (expected, "stop")
         assert done[0].usage.completion_tokens == len(expected)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_waiting_for_requests_is_no_waiting_for_the_host(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that says to have been idle for a second before every launch: the first launch of each burst of
+    requests does not count, all others do, those of a request that came while another one ran included."""
+    monkeypatch.setattr(CpuEvent, "idle_before_seconds", lambda event: 1.0)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with Engine(tiny_model(), config=EngineConfig(depth=depth, max_num_seqs=2, max_model_len=64)) as engine:
+        for _ in range(3):
+            engine.generate([PROMPT], params, progress=False)
+        assert engine._times.total_idle == len(engine._times.idle) == engine.stats().num_steps - 3
+        engine.add_request(PROMPT, params)
+        for _ in range(2):
+            engine.step()
+        assert engine.abort(engine.add_request(PROMPT, params))
+        engine.generate([PROMPT], params, progress=False)
+        assert engine._times.total_idle == engine.stats().num_steps - 4

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,22 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_gpu_check_runs_dry_on_the_cpu(gpu_check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every kind of check, each line written with where it comes from; the budget names what it left out."""
+    """Every kind of check, each line written with where it comes from, and the tables of the other tools; the budget
+    names what it left out."""
     assert gpu_check.main(["--tiny", "--out", str(tmp_path)]) == 0
+    tables = capsys.readouterr().out
+    for heading in ("bound us  x light", "limit  bound ms", "device: total of the parts", "host: schedule"):
+        assert heading in tables
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert all(line["ok"] and line["commit"] and line["device"] for line in lines)
-    assert {line["check"].split()[0] for line in lines} == {"machine", "attention", "graph", "depth", "step"}
+    kinds = {"machine", "backends", "attention", "graph", "depth", "step", "lengths", "parts"}
+    assert {line["check"].split()[0] for line in lines} == kinds
+    assert {line["backends"] for line in lines if "backends" in line} == {"cpu reference"}
+    checked = {line["bucket"]["backend"] for line in lines if "bucket" in line}
+    assert checked == {line["backend"] for row in lines for line in row.get("lengths", ())} == {"cpu", "reference"}
     assert len({line["check"] for line in lines}) == len(lines)
     assert all(line["ms"] > 0 and line["vs_light"] > 0 for line in lines if line["check"].startswith("step"))
-    assert gpu_check.main(["--tiny", "--out", str(tmp_path), "--budget-s", "0"]) == 0
+    assert gpu_check.main(["--tiny", "--out", str(tmp_path), "--budget-s", "-1"]) == 0
     assert "not reached" in (tmp_path / "table.md").read_text()
     assert "0 failed" in capsys.readouterr().out
 
@@ -160,12 +169,49 @@ def test_gpu_check_fails_on_a_wrong_backend(
             return super().attend(*args) * fault
 
     monkeypatch.setattr(gpu_check, "create_backend", lambda name, shape: Wrong())
-    report = gpu_check.Report(tmp_path, 100.0, "cpu", torch.float32)
+    report = gpu_check.Report(tmp_path, {})
     plan = gpu_check.Plan(torch.device("cpu"), torch.float32, ("tiny",), (1, 3), (0, 2), 96, 2, False)
     report.run("attention", lambda: gpu_check.check_attention(plan, "tiny", "wrong", 3, 3))
     report.run("broken", lambda: 1 / 0)
-    report.close()
     assert [row["check"] for row in report.failed] == ["attention", "broken"]
+    assert report.failed[1]["error"] == "ZeroDivisionError: division by zero"
+
+
+WORKER = """
+import faulthandler, os, sys, time
+from pathlib import Path
+from gpu_report import Report
+report = Report(Path(sys.argv[1]), {"device": "fake"})
+faulthandler.enable((report.out / "stack.txt").open("w"))
+
+def crash(): os.kill(os.getpid(), 11)
+def hang(): time.sleep(600)
+def wrong(): return {"ok": False}
+done = {row["check"] for row in report.rows()}
+def right(): return {"ok": True}
+for name, check in (("good", right), ("crash", crash), ("hang", hang), ("lost", wrong), ("last", right)):
+    if name not in done and report.run(name, check)["check"] == "lost":
+        sys.exit(3)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_a_check_that_crashes_or_hangs_leaves_the_others_alive(gpu_check: Any, tmp_path: Path) -> None:
+    supervised = importlib.import_module("supervised")
+    worker, report = tmp_path / "worker.py", gpu_check.Report(tmp_path, {})
+    worker.write_text(f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}]\n{WORKER}")
+    command = [sys.executable, str(worker), str(tmp_path)]
+    supervised.supervise([*command, "0"], report, time.monotonic() + 100, 4.0)
+    found = {row["check"]: row for row in report.rows()}
+    assert [row["check"] for row in report.rows()] == ["good", "crash", "hang", "lost", "last"]
+    assert [row["ok"] for row in report.rows()] == [True, False, False, False, True]
+    assert found["crash"]["error"] == "the process was ended by signal 11"
+    assert "in crash" in found["crash"]["stack"]
+    assert found["hang"]["error"] == "no answer for 4 s"
+    assert "in hang" in found["hang"]["stack"]
+    report.clear()
+    supervised.supervise([*command, "5"], report, time.monotonic() - 1, 4.0)  # no time left, nothing begun
+    assert [row["ok"] for row in report.rows()] == [False]
 
 
 def test_gpu_check_writes_a_table_that_the_choice_of_backends_reads(gpu_check: Any) -> None:
