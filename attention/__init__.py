@@ -7,7 +7,7 @@ from attention.cpu_native import NativeBackend
 from attention.create import create_backend, flashinfer_backend
 from attention.flashinfer_guards import Machine
 from attention.kv_cache import allocate_kv_cache, store_kv
-from attention.native import NoNativeError
+from attention.native import NoNativeError, native_library
 from attention.reference import ReferenceBackend
 from attention.types import AttnInputs, Bucket, KVLayout
 
@@ -29,6 +29,7 @@ __all__ = [
     "allocate_kv_cache",
     "create_backend",
     "flashinfer_backend",
+    "native_library",
     "read_lines",
     "store_kv",
 ]

@@ -145,8 +145,8 @@ class EngineConfig:
              "batch_invariant needs packed weights: leave pack_weights out with it"),
             (not self.batch_invariant or not self.compile,
              "batch_invariant: compiled code rounds differently for every shape: leave compile out with it"),
-            (not self.batch_invariant or self.attention_backend in ("auto", "cpu"),
-             f'batch_invariant needs attention_backend "auto" or "cpu", got "{self.attention_backend}"'),
+            (not self.batch_invariant or self.attention_backend in ("auto", "cpu", "cpu_native"),
+             f'batch_invariant needs attention_backend "auto" or "cpu_native", got "{self.attention_backend}"'),
             (self.dtype in ("auto", *DTYPES), f'unknown dtype "{self.dtype}": use auto or one of {", ".join(DTYPES)}'),
         )  # fmt: skip
         for holds, sentence in rules:

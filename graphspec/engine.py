@@ -22,7 +22,7 @@ from graphspec.acceptance import AcceptanceReport
 from graphspec.config import DTYPES, EngineConfig, free_memory, resolve, resolve_device
 from graphspec.intake import Intake, Prompt
 from graphspec.model import PagedModel, draft_module, load_module, model_path, open_draft
-from graphspec.packing import check_packing
+from graphspec.packing import check_batch_invariance, check_packing
 from graphspec.paging import kv_layout
 from graphspec.request import (
     MAX_PRIORITY,
@@ -425,6 +425,8 @@ def check_machine(config: EngineConfig, device: torch.device) -> None:
         check_compiler(device)
     if config.pack_weights:
         check_packing(device)
+    if config.batch_invariant:
+        check_batch_invariance(device)
 
 
 def _scores_prompt(request: Request) -> bool:

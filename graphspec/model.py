@@ -159,7 +159,7 @@ class PagedModel:
         module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.kv_caches: list[torch.Tensor] = []
         self.linears: list[Siblings] = []  # linear layers that run in a forward pass, known once KV is bound
-        self._mode: AbstractContextManager[Any] = nullcontext()
+        self.mode: AbstractContextManager[Any] = nullcontext()  # entered around every forward pass
         heads = text.num_attention_heads
         self.facts = ModelFacts(
             vocab_size=text.vocab_size,
@@ -184,10 +184,6 @@ class PagedModel:
     def attend_with(self, backend: AttentionBackend) -> None:
         for module in self.attention_modules:
             object.__setattr__(module, "paged_backend", backend)
-
-    def run_under(self, mode: AbstractContextManager[Any]) -> None:
-        """Enter `mode` around every forward pass."""
-        self._mode = mode
 
     def _probe(self) -> tuple[AttentionSpec, ...]:
         """One token through the model with a backend that only counts: every layer must call it exactly once."""
@@ -217,7 +213,7 @@ class PagedModel:
         No cache argument is named: `use_cache=False` keeps transformers' own cache out of the way.
         """
         asked = {"output_hidden_states": True} if hidden_layers else {}
-        with self._mode:
+        with self.mode:
             out = self.module(
                 input_ids=input_ids,
                 position_ids=positions,
@@ -233,7 +229,7 @@ class PagedModel:
             if hasattr(module, "paged_kv"):
                 del module.paged_kv
                 del module.paged_backend
-        self.kv_caches, self.linears, self._mode = [], [], nullcontext()
+        self.kv_caches, self.linears, self.mode = [], [], nullcontext()
         self.module.set_attn_implementation(self._previous_attention)  # type: ignore[operator]
 
 

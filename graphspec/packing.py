@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import linear, pad
 from torch.overrides import TorchFunctionMode
 
+from attention import NoNativeError, native_library
 from graphspec.config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class PackedLinears(TorchFunctionMode):
         """
         super().__init__()
         multiple = invariant_multiple() if batch_invariant else 1
-        self._products: dict[int, PackedProduct] = {}  # by weight
+        self._products: dict[int, tuple[LinearLayer, PackedProduct]] = {}  # by weight
         self._input: tuple[torch.Tensor, int] | None = None  # of the last product, and its version
         self._outputs: dict[int, torch.Tensor] = {}  # of the last product, by weight, that nobody has asked for yet
         self.num_refused = 0  # weights that half precision cannot hold
@@ -132,11 +133,12 @@ class PackedLinears(TorchFunctionMode):
             self.num_refused += len(group) - len(fitting)
             groups += [fitting] if fitting else []
         for product in pack(groups, multiple):
-            self._products |= dict.fromkeys((id(layer.weight) for layer in product.layers), product)
+            self._products |= {id(layer.weight): (layer, product) for layer in product.layers}
 
     @property
-    def num_packed(self) -> int:
-        return len(self._products)
+    def weights(self) -> list[torch.Tensor]:
+        """Those that are read from packs."""
+        return [layer.weight for layer, _ in self._products.values()]
 
     def __exit__(self, *exception: Any) -> None:
         self._input, self._outputs = None, {}
@@ -147,8 +149,8 @@ class PackedLinears(TorchFunctionMode):
     ) -> Any:
         if func is linear:
             x, layer = _linear_arguments(*args, **(kwargs or {}))
-            product = self._products.get(id(layer.weight))
-            if product is not None and any(layer.bias is own.bias for own in product.layers):
+            packed, product = self._products.get(id(layer.weight), (None, None))
+            if packed is not None and product is not None and layer.bias is packed.bias:
                 return self._multiply(x, layer.weight, product)
         return func(*args, **(kwargs or {}))
 
@@ -182,15 +184,14 @@ def invariant_multiple() -> int:
 def packed_linears(user: EngineConfig, device: torch.device, layers: Iterable[Siblings]) -> PackedLinears | None:
     """The mode under which a model with these `layers` runs; None if its weights are to stay as they are.
 
-    Raises ValueError if `pack_weights` or `batch_invariant` asks for packs and there can be none.
+    That there can be packs, if they were asked for, is known before (`check_packing`, `check_batch_invariance`). Raises
+    ValueError if `batch_invariant` needs one of a weight that cannot be packed.
     """
     if user.pack_weights is False:
         return None
     try:
         check_packing(device)
     except ValueError as reason:
-        if user.pack_weights or user.batch_invariant:
-            raise
         log.info("linear layers read plain weights: %s", reason)
         return None
     packed = PackedLinears(layers, batch_invariant=user.batch_invariant)
@@ -208,6 +209,16 @@ def check_packing(device: torch.device) -> None:
         raise ValueError("pack_weights is for the CPU: leave it out with another device")
     if not has_fbgemm():
         raise ValueError("pack_weights needs a torch with FBGEMM and a processor with AVX2: leave it out here")
+
+
+def check_batch_invariance(device: torch.device) -> None:
+    """Raise ValueError, in one sentence, if nothing can keep the bits of a row on `device`."""
+    if device.type != "cpu" or not has_fbgemm():
+        raise ValueError("batch_invariant needs a CPU with AVX2 and a torch with FBGEMM: leave it out here")
+    try:
+        native_library()
+    except NoNativeError as reason:
+        raise ValueError(f"batch_invariant needs the compiled attention kernel, and {reason}") from reason
 
 
 def has_fbgemm() -> bool:

@@ -138,7 +138,7 @@ class Runner:
         self._compiler = RegionCompiler() if compiled else None
         for each in (model, draft):
             if each is not None and (packed := packed_linears(user, device, each.linears)) is not None:
-                each.run_under(packed)
+                each.mode = packed
         self.decode_step = DecodeStep(
             self._iteration,
             model.kv_caches,

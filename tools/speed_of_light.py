@@ -140,8 +140,8 @@ def _windows(text: Any) -> tuple[int | None, ...]:
 
 
 def _work_of(model: PagedModel) -> ModelWork:
-    mode = model._mode
-    return ModelWork.of(model.module, mode._products.keys() if isinstance(mode, PackedLinears) else ())
+    mode = model.mode
+    return ModelWork.of(model.module, {id(w) for w in mode.weights} if isinstance(mode, PackedLinears) else ())
 
 
 class StepBound:

@@ -6,12 +6,14 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from conftest import VOCAB, tiny_model
 from torch import nn
 
-from attention.native import NoNativeError, native_library
+from attention import NoNativeError, native_library
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
-from graphspec.packing import has_fbgemm
+from graphspec.logprobs import token_logprobs
+from graphspec.packing import check_batch_invariance, has_fbgemm
 
 
 def native_reason() -> str | None:
@@ -108,3 +110,37 @@ def test_other_architectures(architecture: str) -> None:
     for one, other in zip(alone(architecture, 6), done, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
+
+
+def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"cannot hold \d+ of this model's weights: leave it out, or load"):
+        Engine(model, config=EngineConfig(batch_invariant=True))
+    Engine(model, config=EngineConfig()).close()  # the model was given back
+    for config in ({"compile": True}, {"pack_weights": False}, {"attention_backend": "reference"}):
+        with pytest.raises(ValueError, match="batch_invariant"):
+            EngineConfig(batch_invariant=True, **config)
+    with pytest.raises(ValueError, match="batch_invariant needs a CPU with AVX2"):
+        check_batch_invariance(torch.device("cuda"))
+
+    def missing() -> None:
+        raise NoNativeError("no C++ compiler was found: set CXX")
+
+    monkeypatch.setattr("graphspec.packing.native_library", missing)
+    with pytest.raises(ValueError, match=r"and no C\+\+ compiler was found: set CXX"):
+        Engine.from_pretrained("no-such-model", EngineConfig(batch_invariant=True, device="cpu"))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_log_probabilities_of_a_row_do_not_depend_on_other_rows(threads: int) -> None:
+    """The vocabulary is large enough for torch to share one sum out among threads."""
+    logits = 4 * torch.randn(8, 3, 50_000, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(24).view(8, 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = token_logprobs(logits, tokens)
+        alone = [token_logprobs(logits[i, j], tokens[i, j]) for i in range(8) for j in range(3)]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together.flatten(0, 1), torch.stack(alone))

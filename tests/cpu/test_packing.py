@@ -48,7 +48,7 @@ def test_a_packed_product_is_the_plain_one_up_to_rounding(biased: bool, rows: in
     with pack((weight, bias)) as packed:
         out = linear(x, weight, bias)
         by_name = linear(x, weight=weight, bias=bias)
-    assert (packed.num_packed, packed.num_refused) == (1, 0)
+    assert (len(packed.weights), packed.num_refused) == (1, 0)
     assert out.shape == (rows, 2, 50)
     assert torch.equal(out, by_name)
     assert_rounding(out, x, weight, bias)
@@ -115,7 +115,7 @@ def test_layers_of_one_input_are_siblings() -> None:
 @needs_fbgemm
 def test_a_forward_under_packs_is_the_plain_one_up_to_rounding_and_its_record_has_the_same_bits() -> None:
     tower, packed, ids = packed_tower()
-    assert (packed.num_packed, packed.num_refused) == (5, 0)
+    assert (len(packed.weights), packed.num_refused) == (5, 0)
 
     def step() -> torch.Tensor:
         with packed:
@@ -145,9 +145,11 @@ def test_an_input_that_is_written_between_siblings_is_read_again() -> None:
 @needs_fbgemm
 def test_what_was_not_packed_is_plain() -> None:
     x, weight, bias = torch.randn(3, 8), half_values(8, 8), torch.randn(8)
-    with pack((weight, bias)):
+    with pack((weight, bias), (half_values(4, 8), torch.randn(4))) as packed:
+        assert len(packed.weights) == 2
         assert torch.equal(linear(x, weight), x @ weight.t())  # without its bias
         assert torch.equal(linear(x, weight.clone(), bias), torch.addmm(bias, x, weight.t()))
+        assert torch.equal(linear(x, weight, bias.clone()), torch.addmm(bias, x, weight.t()))
 
 
 @needs_fbgemm
@@ -157,7 +159,7 @@ def test_a_weight_that_half_precision_cannot_hold_stays_as_it_is() -> None:
         with pack((weight, None), (fits, None)) as packed:
             assert torch.equal(linear(x, weight), x @ weight.t())
             torch.testing.assert_close(linear(x, fits), x @ fits.t())
-        assert (packed.num_packed, packed.num_refused) == (1, 1)
+        assert (len(packed.weights), packed.num_refused) == (1, 1)
 
 
 def test_what_half_precision_holds() -> None:

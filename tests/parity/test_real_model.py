@@ -51,6 +51,7 @@ class Oracle:
         self.ties = {"greedy": NearTies(), "sampled": NearTies()}
         self._greedy: list[list[int]] = []
         self._sampled: list[list[int]] = []
+        self._sampled_invariant: list[list[int]] = []
 
     def greedy(self) -> list[list[int]]:
         """transformers' `generate`, one prompt at a time."""
@@ -68,6 +69,13 @@ class Oracle:
         if not self._sampled:
             self._sampled = self.run(SAMPLED, num_speculative_tokens=0, depth=0, max_num_seqs=1)
         return self._sampled
+
+    def sampled_invariant(self) -> list[list[int]]:
+        """The same under `batch_invariant`."""
+        if not self._sampled_invariant:
+            plainest: dict[str, Any] = {"num_speculative_tokens": 0, "depth": 0, "max_num_seqs": 1}
+            self._sampled_invariant = self.run(SAMPLED, batch_invariant=True, **plainest)
+        return self._sampled_invariant
 
     def run(self, params: SamplingParams, **config: Any) -> list[list[int]]:
         with Engine(self.module, config=EngineConfig(max_model_len=1024, **config)) as engine:
@@ -117,3 +125,18 @@ def test_sampled_text_depends_on_the_seed_only(oracle: Oracle, k: int, depth: in
     for prompt, a, b in zip(oracle.prompts, expected, texts, strict=True):
         assert_same_text(oracle.scorer, prompt, a, b, oracle.ties["sampled"], SAMPLED, SAMPLED.seed or 0)
     oracle.ties["sampled"].check()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_speculative_tokens": 5, "max_num_seqs": 10, "depth": 2},
+        pytest.param(
+            {"num_speculative_tokens": 3, "max_num_seqs": 4, "max_prefill_tokens": 100}, marks=pytest.mark.parity
+        ),
+        pytest.param({"num_speculative_tokens": 5, "adaptive_speculation": True}, marks=pytest.mark.parity),
+        pytest.param({"num_speculative_tokens": 4, "num_pages": 40}, marks=pytest.mark.parity),  # preemption
+    ],
+)
+def test_batch_invariant_text_is_equal_without_exceptions(oracle: Oracle, config: dict[str, Any]) -> None:
+    assert oracle.run(SAMPLED, batch_invariant=True, **config) == oracle.sampled_invariant()
