@@ -106,7 +106,7 @@ class AdaptiveK:
         tokens = {k: num_rows + num_speculating * expected[k] for k in self.tiers}
         rate = {k: tokens[k] / self.costs(rows, k) for k in self.tiers}
         best = max(self.tiers, key=rate.__getitem__)
-        if rate[best] > (1 + MARGIN) * rate[self._current]:
+        if rate[best] > (1 + MARGIN * (best > self._current)) * rate[self._current]:
             self._current = best
         return self._probing(rows, rate)
 
