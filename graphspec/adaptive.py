@@ -17,7 +17,7 @@ import numpy as np
 
 from graphspec.step import IntArray
 
-MARGIN = 0.05  # another k must promise so much more before it is taken
+MARGIN = 0.05  # a larger k must promise so much more before it is taken; a smaller one need not
 HORIZON = 64.0  # rows after which an observed acceptance counts for half, roughly
 PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
 PROBE_SHARE = 0.01  # of the time goes into trying a k that was not tried for long
