@@ -19,7 +19,7 @@ from attention import AttentionBackend, AttentionSpec, AttnInputs, Planless
 from graphspec.builtin_model import NAME as BUILTIN_NAME
 from graphspec.builtin_model import builtin_model_path
 from graphspec.config import EngineConfig
-from graphspec.packing import SiblingFinder, Siblings
+from graphspec.packing import ProductCounter, SiblingFinder, Siblings
 
 # Names that contain "flash", "sdpa", "flex" or "paged|" take other paths inside transformers.
 ATTENTION_NAME = "graphspec_paged"
@@ -158,7 +158,9 @@ class PagedModel:
         self._previous_attention = text._attn_implementation
         module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         self.kv_caches: list[torch.Tensor] = []
-        self.linears: list[Siblings] = []  # linear layers that run in a forward pass, known once KV is bound
+        # The linear layers of a forward pass, and how many matrix products run beside them; known once KV is bound.
+        self.linears: list[Siblings] = []
+        self.num_other_products = 0
         self.mode: AbstractContextManager[Any] = nullcontext()  # entered around every forward pass
         heads = text.num_attention_heads
         self.facts = ModelFacts(
@@ -191,9 +193,10 @@ class PagedModel:
         one = torch.zeros((1, 1), dtype=torch.int64, device=device)
         zero = torch.zeros(1, dtype=torch.int32, device=device)
         inputs = AttnInputs(zero, zero, zero, zero)
-        with torch.no_grad(), SiblingFinder() as finder:
+        with torch.no_grad(), SiblingFinder() as finder, ProductCounter() as products:
             self.forward(one, one, inputs, 1)
         self.linears = finder.siblings(self.module.parameters())
+        self.num_other_products = products.count - finder.num_runs
         calls = [cast(_CountingBackend, m.paged_backend).specs for m in self.attention_modules]
         if not calls or any(len(specs) != 1 for specs in calls):
             raise UnsupportedModelError("the model does not compute its attention through the attention interface")

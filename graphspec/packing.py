@@ -23,8 +23,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.nn.functional import linear, pad
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import NoNativeError, native_library
 from graphspec.config import EngineConfig
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_LOSS = 2.0**-22
 MOST_TRIED = 512  # rows; blocks are at most 120 high, and repeat
 MULTIPLY = torch.ops.quantized.linear_dynamic_fp16.default
+PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 PREPACK = torch.ops.quantized.linear_prepack_fp16.default
 
 
@@ -65,6 +68,11 @@ class SiblingFinder(TorchFunctionMode):
             self._groups.setdefault((id(x), x._version, layer.bias is None), []).append(layer)
         return func(*args, **(kwargs or {}))
 
+    @property
+    def num_runs(self) -> int:
+        """Linear layers that ran, each time counted."""
+        return len(self._inputs)
+
     def siblings(self, constants: Iterable[torch.Tensor]) -> list[Siblings]:
         """The layers whose tensors are all among `constants`, each once. One that runs twice stands alone."""
         known = {id(tensor) for tensor in constants}
@@ -76,6 +84,21 @@ class SiblingFinder(TorchFunctionMode):
             for part in [(layer,) for layer in fixed] if alone else [tuple(fixed)]:
                 found.setdefault(tuple(id(layer.weight) for layer in part), part)
         return [part for part in found.values() if part]
+
+
+class ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, counts matrix products that add something up (those of rotary embeddings have one term)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in PRODUCTS:
+            self.count += args[-1].shape[-2] > 1
+        return func(*args, **(kwargs or {}))
 
 
 class PackedProduct:
@@ -182,11 +205,8 @@ def invariant_multiple() -> int:
 
 
 def packed_linears(user: EngineConfig, device: torch.device, layers: Iterable[Siblings]) -> PackedLinears | None:
-    """The mode under which a model with these `layers` runs; None if its weights are to stay as they are.
-
-    That there can be packs, if they were asked for, is known before (`check_packing`, `check_batch_invariance`). Raises
-    ValueError if `batch_invariant` needs one of a weight that cannot be packed.
-    """
+    """The mode under which a model with these `layers` runs; None if its weights are to stay as they are. That there
+    can be packs, if they were asked for, is known before (`check_packing`, `check_batch_invariance`)."""
     if user.pack_weights is False:
         return None
     try:
@@ -194,13 +214,22 @@ def packed_linears(user: EngineConfig, device: torch.device, layers: Iterable[Si
     except ValueError as reason:
         log.info("linear layers read plain weights: %s", reason)
         return None
-    packed = PackedLinears(layers, batch_invariant=user.batch_invariant)
-    if user.batch_invariant and packed.num_refused:
+    return PackedLinears(layers, batch_invariant=user.batch_invariant)
+
+
+def check_invariant_model(packed: PackedLinears, num_other_products: int) -> None:
+    """Raise ValueError, in one sentence, if a model with these packs, and so many matrix products that are none of a
+    linear layer, is not batch invariant."""
+    if packed.num_refused:
         raise ValueError(
             f"batch_invariant packs every linear layer in half precision, which cannot hold {packed.num_refused} of "
             "this model's weights: leave it out, or load a checkpoint in bfloat16 or float16"
         )
-    return packed
+    if num_other_products:
+        raise ValueError(
+            f"batch_invariant covers linear layers and attention, and {num_other_products} matrix products of this "
+            "model are neither: leave it out"
+        )
 
 
 def check_packing(device: torch.device) -> None:

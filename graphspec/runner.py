@@ -28,7 +28,7 @@ from graphspec.explain import REJECTION
 from graphspec.iteration import DecodeInputs, Iteration, PrefillInputs, StepTensors
 from graphspec.logprobs import logprob_width, read_logprobs
 from graphspec.model import PagedModel
-from graphspec.packing import packed_linears
+from graphspec.packing import PackedLinears, check_invariant_model, packed_linears
 from graphspec.paging import Paging, attach_kv
 from graphspec.request import kind_parts
 from graphspec.sampling import BASES, SAMPLERS
@@ -139,6 +139,9 @@ class Runner:
         for each in (model, draft):
             if each is not None and (packed := packed_linears(user, device, each.linears)) is not None:
                 each.mode = packed
+        if user.batch_invariant:  # of what is drafted, nothing depends but the speed
+            assert isinstance(model.mode, PackedLinears)
+            check_invariant_model(model.mode, model.num_other_products)
         self.decode_step = DecodeStep(
             self._iteration,
             model.kv_caches,

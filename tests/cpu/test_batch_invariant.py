@@ -112,11 +112,26 @@ def test_other_architectures(architecture: str) -> None:
         assert one.logprobs == other.logprobs
 
 
+class Product(nn.Module):
+    """Stands in for a linear layer, and is none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
 def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match=r"cannot hold \d+ of this model's weights: leave it out, or load"):
         Engine(model, config=EngineConfig(batch_invariant=True))
     Engine(model, config=EngineConfig()).close()  # the model was given back
+    model = half_model("llama")
+    model.get_submodule("model.layers.1.mlp").set_submodule("down_proj", Product(model))
+    with pytest.raises(ValueError, match="and 1 matrix products of this model are neither: leave it out"):
+        Engine(model, config=EngineConfig(batch_invariant=True))
     for config in ({"compile": True}, {"pack_weights": False}, {"attention_backend": "reference"}):
         with pytest.raises(ValueError, match="batch_invariant"):
             EngineConfig(batch_invariant=True, **config)
