@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -39,6 +40,7 @@ class SamplerNeeds(enum.IntFlag):
     LOGPROBS = 16
 
 
+@functools.cache  # asked in every step, and flags are slow
 def sampler_kind(needs: int) -> str:
     """The cheapest sampler that serves every row.
 
@@ -62,6 +64,7 @@ class KindParts(NamedTuple):
     logprobs: bool
 
 
+@functools.cache
 def kind_parts(sampler: str) -> KindParts:
     base, *extras = sampler.split("+")
     return KindParts(base, "processors" in extras, "logprobs" in extras)
