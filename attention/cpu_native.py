@@ -13,16 +13,12 @@ from typing import Any
 import torch
 
 from attention.native import NoNativeError, native_library
-from attention.op import NAMESPACE, SCHEMA, OpBackend, fake_attend
+from attention.op import LIBRARY, SCHEMA, OpBackend, define_op, fake_attend
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the cache, as the source numbers them
 CALL = struct.Struct("9P 11q 9i 2f")  # `Call` of the source
 
-torch.library.define(f"{NAMESPACE}::cpu_native", SCHEMA)
-torch.library.register_fake(f"{NAMESPACE}::cpu_native", fake_attend)
 
-
-@torch.library.impl(f"{NAMESPACE}::cpu_native", "CompositeExplicitAutograd")
 def paged_attention_native(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
@@ -59,7 +55,7 @@ class NativeBackend(OpBackend):
     """
 
     name = "cpu"
-    op = torch.ops.paged_attention.cpu_native.default
+    op = define_op(LIBRARY, "cpu_native", SCHEMA, paged_attention_native, fake_attend)
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in DTYPES:

@@ -59,6 +59,10 @@ class OpBackend(Planless):
         return out
 
 
+# Of ops without state, which live as long as the process.
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
 def define_op(
     library: torch.library.Library,
     name: str,

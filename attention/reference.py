@@ -13,16 +13,12 @@ from typing import Any
 import torch
 
 from attention.kv_cache import store_kv
-from attention.op import NAMESPACE, SCHEMA, OpBackend, fake_attend, inputs_and_spec
+from attention.op import LIBRARY, SCHEMA, OpBackend, define_op, fake_attend, inputs_and_spec
 
 # Keys visited at once; bounds the scratch memory of long contexts.
 BLOCK_TOKENS = 512
 
-torch.library.define(f"{NAMESPACE}::reference", SCHEMA)
-torch.library.register_fake(f"{NAMESPACE}::reference", fake_attend)
 
-
-@torch.library.impl(f"{NAMESPACE}::reference", "CompositeExplicitAutograd")
 def paged_attention_reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
@@ -117,4 +113,4 @@ class ReferenceBackend(OpBackend):
     """The plain one: any device, any head size, sliding windows and soft caps."""
 
     name = "reference"
-    op = torch.ops.paged_attention.reference.default
+    op = define_op(LIBRARY, "reference", SCHEMA, paged_attention_reference, fake_attend)

@@ -148,7 +148,7 @@ class RecordedProgram:
         steps = self.nodes if rewrite is None else rewrite(self.nodes, results, tensor)
         self.source = source if steps == self.nodes else None
         self.num_ops: int | None = len(steps)
-        bound = [_bind(node, tensor) for node in steps]
+        bound = _bind(steps, tensor)
         self._run = _compile(bound, self.outside, results, single=isinstance(output, torch.Tensor))
 
     def run(self) -> Output:
@@ -231,11 +231,25 @@ def _substitute(node: Node, folded: dict[Ref, Ref]) -> Node:
     return replace(node, args=args, kwargs=kwargs)
 
 
-def _bind(node: Node, tensor: Callable[[Ref], torch.Tensor]) -> Node:
-    if not isinstance(node.op, OpOverload):
-        return node
-    args, kwargs = tree_map(lambda x: tensor(x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
-    return replace(node, op=binding(node.op, args, kwargs))
+def _bind(nodes: Sequence[Node], tensor: Callable[[Ref], torch.Tensor]) -> list[Node]:
+    """The nodes with the cheapest function for each op, found once for calls of one kind."""
+    found: dict[Any, Callable[..., Any]] = {}
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return tensor(value).dtype, tensor(value).dim()
+        return tuple(map(kind, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+    def bind(node: Node) -> Node:
+        if not isinstance(node.op, OpOverload) or node.op.namespace != "aten":
+            return node
+        key = node.op, kind(node.args), kind(tuple(node.kwargs.items()))
+        if key not in found:
+            args, kwargs = tree_map(lambda x: tensor(x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
+            found[key] = binding(node.op, args, kwargs)
+        return replace(node, op=found[key])
+
+    return [bind(node) for node in nodes]
 
 
 def _baked_values(nodes: Sequence[Node]) -> Iterator[BakedValue]:

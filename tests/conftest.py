@@ -108,6 +108,14 @@ def tiny_model(architecture: str = "llama") -> nn.Module:
     return copy.deepcopy(_original(architecture))
 
 
+def half_model(architecture: str = "llama") -> nn.Module:
+    """A tiny model whose weights half precision holds, as those of most checkpoints."""
+    model = tiny_model(architecture)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.half())
+    return model
+
+
 @pytest.fixture(scope="session")
 def tiny_llama() -> nn.Module:
     """One float32 model to score with; do not give it to an engine."""

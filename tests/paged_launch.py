@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
+import pytest
 import torch
 
-from attention import AttentionSpec, AttnInputs, ReferenceBackend
+from attention import AttentionSpec, AttnInputs, NoNativeError, ReferenceBackend
 from attention.reference import BLOCK_TOKENS
 
 ATTEND = ReferenceBackend().attend
+T = TypeVar("T")
+
+
+def or_skip(make: Callable[[], T]) -> T:
+    """What `make` gives; the test is skipped where it needs a C++ compiler and there is none."""
+    try:
+        return make()
+    except NoNativeError as error:
+        pytest.skip(str(error))
 
 
 @dataclass(frozen=True)

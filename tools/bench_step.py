@@ -207,12 +207,17 @@ def show(output: Output, results: dict[Case, dict[str, Any]]) -> None:
     output.heading()
     for case, result in results.items():
         output.line(case._asdict(), result)
-    every = list(results)
-    for some in (every[i : i + BESIDE] for i in range(0, len(every), BESIDE)):
-        columns = [parts_column(results[case]) for case in some]
+    for text in parts_beside([(case.name, result) for case, result in results.items()]):
+        output.text(f"\n{text}\n")
+
+
+def parts_beside(steps: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """Tables of the parts of some steps each, which are a name and what `values` found."""
+    for some in (steps[i : i + BESIDE] for i in range(0, len(steps), BESIDE)):
+        columns = [parts_column(result) for _, result in some]
         names = dict.fromkeys(name for column in columns for name in column)
         filled = [{name: column.get(name) for name in names} for column in columns]
-        output.text("\n" + "\n".join(side_by_side([case.name for case in some], filled)) + "\n")
+        yield "\n".join(side_by_side([name for name, _ in some], filled))
 
 
 def parts_column(result: dict[str, Any]) -> dict[str, str]:

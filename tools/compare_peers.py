@@ -11,8 +11,8 @@ on a pipe, so drift of the machine meets all of them alike. Greedy; a request en
 Ratios are to the first peer in the same round: the median and the extremes. TTFT counts from when a request is taken
 up, TPOT per token after the first. `accepted` is tokens per step and request (vLLM counts steps that had a draft).
 `x plain light` is time per token over its bound without speculation, see speed_of_light.py, for all peers with weights
-read in --dtype. Texts of different engines
-part at near-ties of rounding; `same` is the share of requests whose tokens are those of the first peer.
+read in --dtype. Texts of different engines part at near-ties of rounding; `same` is the share of requests whose tokens
+are those of the first peer.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ from typing import Any
 import bench_attention
 import bench_step
 import speed_of_light
-from bench_common import cell, side_by_side
+from bench_common import cell
 
 Row = dict[str, Any]
-BESIDE = 4  # steps whose parts are shown side by side
 
 
 class Report:
@@ -89,13 +88,8 @@ def tables(rows: Sequence[Row]) -> str:
         ("Steps taken apart (bench_step.py)", {"model": "model", **bench_step.COLUMNS}, parts),
     ]
     texts = [f"{title}\n\n{grid(columns, lines)}" for title, columns, lines in found if lines]
-    for some in (parts[i : i + BESIDE] for i in range(0, len(parts), BESIDE)):
-        columns = [bench_step.parts_column(row) for row in some]
-        names = dict.fromkeys(name for column in columns for name in column)
-        filled = [{name: column.get(name) for name in names} for column in columns]
-        heads = [f"{row['model']} {row['rows']}x{1 + row['num_draft']} {row['mode']}" for row in some]
-        texts.append("\n".join(side_by_side(heads, filled)))
-    return "\n\n".join(texts)
+    named = [(f"{row['model']} {row['rows']}x{1 + row['num_draft']} {row['mode']}", row) for row in parts]
+    return "\n\n".join([*texts, *bench_step.parts_beside(named)])
 
 
 def grid(columns: Mapping[str, str], lines: Sequence[Row]) -> str:

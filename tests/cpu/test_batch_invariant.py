@@ -7,27 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, half_model, tiny_model
 from torch import nn
 
-from attention import NoNativeError, native_library
+from attention import NoNativeError
 from graphspec import Completion, Engine, EngineConfig, EngineStats, SamplingParams
 from graphspec.logprobs import token_logprobs
-from graphspec.packing import check_batch_invariance, has_fbgemm
+from graphspec.packing import check_batch_invariance
 
 
-def native_reason() -> str | None:
+def missing() -> str:
     try:
-        native_library()
-    except NoNativeError as reason:
+        check_batch_invariance(torch.device("cpu"))
+    except ValueError as reason:
         return str(reason)
-    return None
+    return ""
 
 
-pytestmark = [
-    pytest.mark.skipif(not has_fbgemm(), reason="needs FBGEMM and AVX2"),
-    pytest.mark.skipif(native_reason() is not None, reason=f"needs the compiled attention kernel: {native_reason()}"),
-]
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 PARAMS = [
     SamplingParams(max_tokens=32, logprobs=2),
@@ -53,14 +50,6 @@ def prompts(count: int) -> list[list[int]]:
     rng = random.Random(count)
     parts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 12))] * rng.randint(1, 4) for _ in range(count)]
     return [*parts[:-1], parts[0] + parts[-1]]
-
-
-def half_model(architecture: str) -> nn.Module:
-    """A tiny model whose weights half precision holds, as those of most checkpoints."""
-    model = tiny_model(architecture)
-    for parameter in model.parameters():
-        parameter.copy_(parameter.half())
-    return model
 
 
 def run(
@@ -138,10 +127,10 @@ def test_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="batch_invariant needs a CPU with AVX2"):
         check_batch_invariance(torch.device("cuda"))
 
-    def missing() -> None:
+    def no_library() -> None:
         raise NoNativeError("no C++ compiler was found: set CXX")
 
-    monkeypatch.setattr("graphspec.packing.native_library", missing)
+    monkeypatch.setattr("graphspec.packing.native_library", no_library)
     with pytest.raises(ValueError, match=r"and no C\+\+ compiler was found: set CXX"):
         Engine.from_pretrained("no-such-model", EngineConfig(batch_invariant=True, device="cpu"))
 

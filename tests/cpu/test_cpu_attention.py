@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from paged_launch import DECODES, PREFILLS, Case, Launch, assert_dense, random_case
+from paged_launch import DECODES, PREFILLS, Case, Launch, assert_dense, or_skip, random_case
 
 import attention.cpu_schedule
 from attention import (
@@ -22,7 +22,6 @@ from attention import (
     Bucket,
     CpuBackend,
     NativeBackend,
-    NoNativeError,
     ReferenceBackend,
 )
 from attention.cpu import CAPPED_QUERIES
@@ -70,14 +69,7 @@ def create(request: pytest.FixtureRequest) -> Create:
     """Of both backends, one after the other."""
     if request.param == "torch":
         return CpuBackend
-    return lambda shape: native_backend()
-
-
-def native_backend() -> NativeBackend:
-    try:
-        return NativeBackend()
-    except NoNativeError as error:
-        pytest.skip(str(error))
+    return lambda shape: or_skip(NativeBackend)
 
 
 def backend_for(create: Create, launch: Launch, *, packed: bool) -> AttentionBackend:
@@ -183,7 +175,7 @@ def test_the_ops_pass_opcheck(packed: bool) -> None:
 def test_the_native_op_passes_opcheck(packed: bool) -> None:
     launch = Launch(Case((3, 3), (3, 17), window=9), junk=0.0)
     args = (*launch.tensors(packed=packed), launch.cache, *inputs_of(launch, packed=packed), *launch.spec)
-    torch.library.opcheck(native_backend().op, args)
+    torch.library.opcheck(or_skip(NativeBackend).op, args)
 
 
 def test_compiled_calls_mutate_the_cache_in_place_and_equal_eager(create: Create) -> None:

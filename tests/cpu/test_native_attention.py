@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paged_launch import or_skip
 
 import attention.native
 from attention import (
@@ -35,18 +36,12 @@ Span = tuple[int, int, int]  # tokens `start : end` of a sequence
 
 @pytest.fixture
 def native() -> NativeBackend:
-    try:
-        return NativeBackend()
-    except NoNativeError as error:
-        pytest.skip(str(error))
+    return or_skip(NativeBackend)
 
 
 @pytest.fixture
 def compiler() -> list[str]:
-    try:
-        return find_compiler()
-    except NoNativeError as error:
-        pytest.skip(str(error))
+    return or_skip(find_compiler)
 
 
 @pytest.fixture

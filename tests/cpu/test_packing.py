@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import half_model
 from same_text import NearTies, Scorer, assert_same_text
 from torch import nn
 from torch.nn.functional import linear
@@ -188,14 +188,6 @@ PARAMS = [
     SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, repetition_penalty=1.2, seed=2, ignore_eos=True),
 ]
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [40, 41, 42, 43, 44]]
-
-
-def half_model(architecture: str) -> nn.Module:
-    """A tiny model whose weights half precision holds, as those of most checkpoints."""
-    model = tiny_model(architecture)
-    for parameter in model.parameters():
-        parameter.copy_(parameter.half())
-    return model
 
 
 def serve(architecture: str, count: int = len(PROMPTS), **config: Any) -> tuple[list[list[int]], int]:
