@@ -1,10 +1,12 @@
 // Paged attention on the CPU: stores the new K and V of a launch, then attends with its queries.
 //
 // The bits of a query's result follow from the query, its position and the K and V it sees, and from nothing else in
-// the launch. Queries that share a KV head (the heads of a group, for one new token after the other) stand in the lanes
-// of vectors and go through the same operations in the same order, wherever they stand: every sum is a chain of
-// multiply-adds over dimensions or keys, in their order. A key that a query does not see weighs exactly 0 and changes no
-// bit, so queries that see different keys can share a vector. That asks for finite K and V: 0 times infinity is not 0.
+// the launch. Queries that share a KV head (the heads of a group, for one new token after the other) stand side by side
+// in vectors and go through the same operations in the same order, wherever they stand. Each has two lanes: a score is
+// the sum over even dimensions plus the sum over odd ones, the weights of even and of odd positions are summed apart,
+// and every other sum is a chain of multiply-adds over keys, in their order. A key that a query does not see weighs
+// exactly 0 and changes no bit, so queries that see different keys can share a vector. That asks for finite K and V: 0
+// times infinity is not 0.
 //
 // Where keys are cut depends on their positions alone. A block of them is scored at once and joins a running softmax,
 // which starts anew with every chunk, so that threads can share a long row; chunks are then folded first to last.
@@ -17,7 +19,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__FMA__) || defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -38,12 +40,14 @@ constexpr int LANES = 4;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef int64_t Pairs __attribute__((vector_size(4 * LANES)));
 
+constexpr int HALF = LANES / 2;     // queries in a vector: each has two lanes, for neighbouring dimensions or keys
 constexpr int BLOCK = 64;           // keys; K or V of a block fit into the first cache
 constexpr int CHUNK = 256;          // keys, a multiple of BLOCK
 constexpr int LINE = 64;            // bytes
 constexpr int MOST_QUERIES = 48;    // that share a pass over K and V, unless one token brings more
-constexpr int64_t QUANTUM = 60000;  // vector multiply-adds that are worth another thread
+constexpr int64_t QUANTUM = 8000;   // vector multiply-adds that are worth another thread
 constexpr float NOTHING = -1e30f;   // the peak of no scores; finite, so that it can be subtracted from itself
 
 enum DType { FLOAT32, BFLOAT16, FLOAT16 };
@@ -83,6 +87,12 @@ inline float from_float16(uint16_t bits) {
 
 inline Floats broadcast(float x) { return x - Floats{}; }
 
+inline Floats broadcast_two(const float* x) {
+    int64_t pair;
+    std::memcpy(&pair, x, sizeof(pair));
+    return Floats(pair - Pairs{});
+}
+
 // a * b + c, in one instruction and named: compilers that may choose (-ffp-contract=fast) split some chains of them.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -93,6 +103,37 @@ inline Floats fma(Floats a, Floats b, Floats c) {
     return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
 #else
     return a * b + c;
+#endif
+}
+
+// Sums of neighbouring lanes: those of `a` in the first half, those of `b` in the second.
+inline Floats sum_twos(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    const __m512 x = __m512(a), y = __m512(b);
+    const __m512 sums = _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xdd));
+    return Floats(_mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), _mm512_castps_si512(sums)));
+#elif defined(__AVX__)
+    const __m256 low = _mm256_permute2f128_ps(__m256(a), __m256(b), 0x20);
+    const __m256 high = _mm256_permute2f128_ps(__m256(a), __m256(b), 0x31);
+    return Floats(_mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd)));
+#elif defined(__aarch64__)
+    return Floats(vpaddq_f32(float32x4_t(a), float32x4_t(b)));
+#else
+    Floats sums;
+    for (int i = 0; i < HALF; ++i) sums[i] = a[2 * i] + a[2 * i + 1], sums[HALF + i] = b[2 * i] + b[2 * i + 1];
+    return sums;
+#endif
+}
+
+inline Floats swap_halves(Floats x) {
+#if defined(__AVX512F__)
+    return Floats(_mm512_shuffle_f32x4(__m512(x), __m512(x), 0x4e));
+#elif defined(__AVX__)
+    return Floats(_mm256_permute2f128_ps(__m256(x), __m256(x), 1));
+#else
+    Floats swapped;
+    for (int i = 0; i < LANES; ++i) swapped[i] = x[(i + HALF) % LANES];
+    return swapped;
 #endif
 }
 
@@ -125,7 +166,7 @@ struct Group {
     int row, kv_head, token, queries;  // from token `token` of the launch onwards
     int oldest, newest, first;         // positions of its first and last token, and the first that any of them sees
     int task, chunks;                  // where its chunks are among those of all groups
-    int vectors() const { return (queries + LANES - 1) / LANES; }
+    int vectors() const { return (queries + HALF - 1) / HALF; }
 };
 
 // A softmax under way: for each query the largest score, the sum of the weights, the weighted sum of V.
@@ -146,9 +187,9 @@ struct State {
             const Floats mine = exp2(peak[v] - both), other = exp2(next.peak[v] - both);
             peak[v] = both;
             total[v] = fma(total[v], mine, next.total[v] * other);
-            for (int m = v * LANES; m < std::min(queries, (v + 1) * LANES); ++m)
+            for (int m = v * HALF; m < std::min(queries, (v + 1) * HALF); ++m)
                 for (int i = m * width; i < (m + 1) * width; ++i)
-                    out[i] = fma(out[i], broadcast(mine[m % LANES]), next.out[i] * other[m % LANES]);
+                    out[i] = fma(out[i], broadcast(mine[m % HALF]), next.out[i] * other[m % HALF]);
         }
     }
 };
@@ -164,77 +205,90 @@ inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
 #endif
     }
     UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int v = 0; v < V; ++v) sum[n][v] = fma(broadcast(number(n)), factor[v], sum[n][v]);
+        UNROLL for (int v = 0; v < V; ++v) sum[n][v] = fma(number(n), factor[v], sum[n][v]);
 }
 
-// Brings rows into the first cache, line by line in the order in which they lie there, as the processor's own
-// prefetching expects it, and a few lines at a time, as those that are on their way are few.
+// Brings rows into the first cache while others are worked on: line by line, as the processor drops what it is asked for
+// in bursts, and in the order in which they lie there, as its own prefetching expects it.
 struct Fetch {
-    const char* const* rows;
-    int count, bytes;
-    int row = 0, byte = 0;
-    void operator()(int lines) {
-        for (; lines > 0 && row < count; --lines) {
-            __builtin_prefetch(rows[row] + byte);
-            byte += LINE;
-            if (byte >= bytes) byte = 0, ++row;
+    const char *const *row, *const *last;
+    const char *at, *end;
+    int64_t bytes, pace;  // of a row; from one call to the next
+
+    // All of `count` rows are asked for in about `calls` calls. Without any, the first is.
+    Fetch(const char* const* rows, int count, int64_t bytes, int64_t calls)
+        : row(rows), last(rows + std::max(count - 1, 0)), at(*rows), end(at + bytes), bytes(bytes),
+          pace((count * bytes + calls - 1) / calls) {}
+
+    void operator()() {
+        __builtin_prefetch(at);
+        at += pace;
+        if (at >= end) {
+            row = std::min(row + 1, last);
+            at = *row + (at - end);
+            end = *row + bytes;
         }
     }
 };
 
-// Scores of `N` keys for `V` of the `vectors` that hold queries.
+// Scores of `N` keys, two in a vector, for `V` of the `vectors` that hold queries.
 template <int N, int V>
-NOINLINE void score(const float* const* keys, int dim, const Floats* query, int vectors, Floats* scores,
+NOINLINE void score(const float* const* keys, int64_t dim, const Floats* query, int64_t vectors, Floats* scores,
                     Fetch& fetch) {
     const float* key[N];
     Floats sum[N][V] = {};
     UNROLL for (int n = 0; n < N; ++n) key[n] = keys[n];
-    for (int64_t d = 0; d < dim;) {
-        fetch(N);
-        for (const int64_t stop = std::min<int64_t>(dim, d + LINE / 4); d < stop; ++d, query += vectors)
-            multiply_add<N, V>([&](int n) { return key[n][d]; }, [&](int v) { return query[v]; }, sum);
+    Fetch ahead = fetch;  // in registers
+    for (int64_t d = 0; d < dim; d += 2, query += vectors) {
+        ahead();
+        multiply_add<N, V>([&](int n) { return broadcast_two(key[n] + d); }, [&](int v) { return query[v]; }, sum);
     }
-    UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int v = 0; v < V; ++v) scores[n * vectors + v] = sum[n][v];
+    fetch = ahead;
+    UNROLL for (int n = 0; n < N; n += 2)
+        UNROLL for (int v = 0; v < V; ++v) scores[n / 2 * vectors + v] = sum_twos(sum[n][v], sum[n + 1][v]);
 }
 
-// Adds `V` vectors of each value, from dimension `d` onwards, to the sums of `N` queries, whose weights for the next
-// value lie `stride` behind. The sums are `width` vectors each.
+constexpr int lines(int vectors) { return (vectors * LANES * 4 + LINE - 1) / LINE; }
+
+// Adds `V` vectors of each value, from dimension `d` onwards, to the sums of `N` queries, `width` vectors each. `first`
+// is the first of them; the weights for the next two values lie `stride` behind.
 template <int N, int V>
-NOINLINE void add(const float* const* values, int count, int64_t d, const float* weights, int stride, Floats* out,
-                  int width, Fetch& fetch) {
+NOINLINE void add(const float* const* values, int count, int64_t d, const float* weights, int first, int64_t stride,
+                  Floats* out, int64_t width, Fetch& fetch) {
     Floats sum[N][V];
-    UNROLL for (int n = 0; n < N; ++n)
+    int64_t lane[N];
+    UNROLL for (int n = 0; n < N; ++n) {
+        lane[n] = (first + n) / HALF * LANES + (first + n) % HALF;
         UNROLL for (int v = 0; v < V; ++v) sum[n][v] = out[n * width + v];
-    for (int j = 0; j < count;) {
-        fetch(8);
-        for (const int stop = std::min(count, j + 8); j < stop; ++j, weights += stride) {
-            const Unaligned* value = reinterpret_cast<const Unaligned*>(values[j] + d);
-            multiply_add<N, V>([&](int n) { return weights[n]; }, [&](int v) { return Floats(value[v]); }, sum);
-        }
     }
+    Fetch ahead = fetch;
+    for (int j = 0; j < count; j += 2, weights += stride)
+        UNROLL for (int i = 0; i < 2; ++i) {
+            for (int line = 0; line < lines(V); ++line) ahead();
+            const Unaligned* value = reinterpret_cast<const Unaligned*>(values[j + i] + d);
+            multiply_add<N, V>([&](int n) { return broadcast(weights[lane[n] + i * HALF]); },
+                               [&](int v) { return Floats(value[v]); }, sum);
+        }
+    fetch = ahead;
     UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int v = 0; v < V; ++v) out[n * width + v] = sum[n][v];
 }
 
-// Covers `rows` and the columns from `column` onwards with tiles of N x V, lower ones for the last rows, and returns
-// the column that is left.
-template <int N, int V, typename Tile> int tiled(int rows, int column, int columns, Tile tile) {
-    const auto down = [&](auto height, int row) {
-        for (; row + height <= rows; row += height) tile(height, std::integral_constant<int, V>{}, row, column);
-        return row;
+template <int N> constexpr std::integral_constant<int, N> constant{};
+
+// Covers `rows` with tiles, each as high as the first of `Heights` that fits.
+template <int... Heights, typename Tile> void cover(int rows, Tile tile) {
+    int row = 0;
+    const auto go = [&](auto height) {
+        for (; row + height <= rows; row += height) tile(height, row);
     };
-    for (; column + V <= columns; column += V) {
-        const int row = down(std::integral_constant<int, N / 2>{}, down(std::integral_constant<int, N>{}, 0));
-        down(std::integral_constant<int, 1>{}, row);
-    }
-    return column;
+    (go(constant<Heights>), ...);
 }
 
 // Where the keys and values of a block are in the cache.
 struct Rows {
     const char *keys[BLOCK], *values[BLOCK];
-    int count;
+    int count;  // even
 };
 
 // Memory of a thread, which grows and stays.
@@ -252,14 +306,14 @@ template <typename T> T* of(std::vector<T>& memory, int64_t size) {
 class Launch {
 public:
     explicit Launch(const Call& call)
-        : call(call), dim(call.head_dim), width((dim + LANES - 1) / LANES), share(call.heads / call.kv_heads),
-          item(call.dtype == FLOAT32 ? 4 : 2) {
+        : call(call), dim(call.head_dim), width((dim + LANES - 1) / LANES), padded(width * LANES),
+          share(call.heads / call.kv_heads), item(call.dtype == FLOAT32 ? 4 : 2) {
         plan();
     }
 
     void run() {
         static thread_local Scratch shared;
-        const int threads = int(std::min<int64_t>(call.threads, 1 + work / QUANTUM));
+        [[maybe_unused]] const int threads = int(std::min<int64_t>(call.threads, 1 + work / QUANTUM));
         const bool split = int64_t(groups.size()) < 32 * call.threads;  // else whole groups are enough to share out
         Floats* parts = split ? of(shared.states, part_size * int64_t(tasks.size())) : nullptr;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -268,10 +322,11 @@ public:
 #pragma omp for
             for (int token = 0; token < call.tokens; ++token) store(token);
             if (split) {
+                int loaded = -1;
 #pragma omp for schedule(static)  // a thread's chunks follow each other, so its fetching ahead is not for others
                 for (int i = 0; i < int(tasks.size()); ++i) {
                     const Group& group = groups[tasks[i].group];
-                    load(group, scratch);
+                    if (tasks[i].group != loaded) load(group, scratch), loaded = tasks[i].group;
                     attend(group, tasks[i].chunk, scratch, state_of(group, parts + i * part_size));
                 }
 #pragma omp for
@@ -294,7 +349,7 @@ private:
     };
 
     const Call& call;
-    const int dim, width, share, item;  // width: vectors of a head; share: heads of a group; item: bytes of a number
+    const int dim, width, padded, share, item;  // width: vectors of a head; share: heads of a group; item: bytes
     std::vector<Group> groups;
     std::vector<Task> tasks;
     int64_t part_size = 0, work = 0;
@@ -309,7 +364,8 @@ private:
                 const int chunk = first / CHUNK, chunks = newest / CHUNK - chunk + 1;
                 Group group{row, 0, start + token, tokens * share, oldest, newest, first, 0, chunks};
                 part_size = std::max(part_size, State::size(group.queries, group.vectors(), width));
-                work += int64_t(newest + 1 - first) * group.vectors() * dim * 2 * call.kv_heads;
+                const int64_t each_key = group.vectors() * padded / 2 + group.queries * width;
+                work += (newest + 1 - first) * each_key * call.kv_heads;
                 for (; group.kv_head < call.kv_heads; ++group.kv_head) {
                     group.task = int(tasks.size());
                     for (int i = 0; i < chunks; ++i) tasks.push_back({int(groups.size()), chunk + i});
@@ -344,15 +400,16 @@ private:
     void load(const Group& group, Scratch& scratch) const {
         const int vectors = group.vectors(), lanes = vectors * LANES;
         const float factor = call.softcap ? call.scale / call.softcap : call.scale * float(M_LOG2E);
-        scratch.query.assign(int64_t(dim) * vectors, Floats{});
-        scratch.positions.assign(vectors, Ints{} + group.newest);
+        scratch.query.assign(int64_t(padded) / 2 * vectors, Floats{});
+        scratch.positions.assign(vectors, Ints{});
         float* query = reinterpret_cast<float*>(scratch.query.data());
         for (int m = 0; m < group.queries; ++m) {
             const int token = group.token + m / share, head = group.kv_head * share + m % share;
             const float* from =
                 call.query + at(call.query_strides, token / call.new_tokens, head, token % call.new_tokens);
-            for (int d = 0; d < dim; ++d) query[d * lanes + m] = from[d] * factor;
-            scratch.positions[m / LANES][m % LANES] = group.oldest + m / share;
+            for (int d = 0; d < dim; ++d) query[int64_t(d / 2) * lanes + 2 * m + d % 2] = from[d] * factor;
+            Ints& positions = scratch.positions[m / HALF];
+            positions[m % HALF] = positions[m % HALF + HALF] = group.oldest + m / share;
         }
     }
 
@@ -370,7 +427,7 @@ private:
     // Attends to what the group sees of a chunk.
     void attend(const Group& group, int chunk, Scratch& scratch, const State& state) const {
         Rows rows[2];
-        int begin = std::max(group.first, chunk * CHUNK);
+        int begin = std::max(group.first, chunk * CHUNK) / 2 * 2;
         const int end = std::min(group.newest + 1, (chunk + 1) * CHUNK);
         state.clear();
         locate(group, begin, rows[0]);
@@ -380,59 +437,85 @@ private:
         }
     }
 
-    // Where the keys and values of a block are that the group sees, from position `begin` onwards.
+    // Where the keys and values of a block are that the group sees, from position `begin` onwards, two by two. One that it
+    // does not see is taken to be where the other one is.
     void locate(const Group& group, int begin, Rows& rows) const {
         const int32_t* table = call.tables + group.row * call.table_width;
-        rows.count = std::max(0, std::min(group.newest + 1, (begin / BLOCK + 1) * BLOCK) - begin);
+        const int stop = std::min(group.newest + 1, (begin / BLOCK + 1) * BLOCK);
+        rows.count = std::max(0, (stop - begin + 1) / 2 * 2);
+        rows.keys[0] = rows.values[0] = static_cast<const char*>(call.cache);
         for (int j = 0; j < rows.count;) {
-            const int page = (begin + j) / call.page_size, offset = (begin + j) % call.page_size;
-            const int stop = std::min(rows.count, j + call.page_size - offset);
+            const int seen = std::min(std::max(begin + j, group.first), group.newest);
+            const int page = seen / call.page_size, offset = seen % call.page_size;
             const char* key = place(table[page], 0, group.kv_head, offset);
             const char* value = place(table[page], 1, group.kv_head, offset);
-            for (; j < stop; ++j, key += dim * item, value += dim * item) rows.keys[j] = key, rows.values[j] = value;
+            const int end = seen == begin + j ? std::min(stop - begin, j + call.page_size - offset) : j + 1;
+            for (; j < end; ++j, key += dim * item, value += dim * item) rows.keys[j] = key, rows.values[j] = value;
         }
     }
 
     // Attends to the keys of a block, while the next block is fetched.
     void attend(const Group& group, int begin, const Rows& rows, const Rows& next, Scratch& scratch,
                 const State& state) const {
-        const float *keys[BLOCK], *values[BLOCK];
-        Fetch next_keys{next.keys, next.count, dim * item}, next_values{next.values, next.count, dim * item};
-        read(rows, scratch, keys, values);
-        const int count = rows.count, vectors = state.vectors, lanes = vectors * LANES;
-        const Floats* query = scratch.query.data();
-        Floats* scores = of(scratch.scores, BLOCK * int64_t(vectors));
-        const auto score_tile = [&](auto n, auto v, int key, int column) {
-            score<n, v>(keys + key, dim, query + column, vectors, scores + key * vectors + column, next_keys);
-        };
-        tiled<8, 1>(count, tiled<4, 2>(count, tiled<4, 3>(count, 0, vectors, score_tile), vectors, score_tile), vectors,
-                    score_tile);
-        const bool hides = begin + count - 1 > group.oldest || (call.window && begin <= group.newest - call.window);
+        const int pairs = rows.count / 2, vectors = state.vectors;
+        Floats* scores = of(scratch.scores, BLOCK / 2 * int64_t(vectors));
+        score_all(rows, next, scratch, vectors, scores);
+        const bool hides =
+            begin + rows.count - 1 > group.oldest || (call.window && begin <= group.newest - call.window);
         for (int v = 0; v < vectors; ++v) {
-            if (call.softcap) cap(count, vectors, scores + v);
-            if (hides) hide(begin, count, vectors, scratch.positions[v], scores + v);
-            weigh(count, scores + v, state, v);
+            if (call.softcap) cap(pairs, vectors, scores + v);
+            if (hides) hide(begin, pairs, vectors, scratch.positions[v], scores + v);
+            weigh(pairs, scores + v, state, v);
         }
-        const float* weights = reinterpret_cast<const float*>(scores);
-        const auto add_tile = [&](auto n, auto v, int query, int column) {
-            Floats* out = state.out + query * width + column;
-            add<n, v>(values, count, column * LANES, weights + query, lanes, out, width, next_values);
+        add_all(rows, next, scratch, reinterpret_cast<const float*>(scores), state);
+    }
+
+    void score_all(const Rows& rows, const Rows& next, Scratch& scratch, int vectors, Floats* scores) const {
+        const Floats* query = scratch.query.data();
+        const float* converted[BLOCK];
+        const float* const* keys = read(rows.keys, rows.count, scratch, converted);
+        const int columns = (vectors + 2) / 3, tiles = vectors == 1 ? (rows.count + 7) / 8 : (rows.count + 3) / 4 * columns;
+        Fetch fetch(next.keys, next.count, dim * item, tiles * (padded / 2));
+        const auto tile = [&](auto n, auto v, int key, int column) {
+            Floats* to = scores + key / 2 * vectors + column;
+            score<n, v>(keys + key, padded, query + column, vectors, to, fetch);
         };
-        tiled<6, 1>(state.queries, tiled<6, 2>(state.queries, 0, width, add_tile), width, add_tile);
+        if (vectors == 1) return cover<8, 4, 2>(rows.count, [&](auto n, int key) { tile(n, constant<1>, key, 0); });
+        cover<4, 2>(rows.count, [&](auto n, int key) {
+            int column = 0;
+            for (; vectors - column > 4 || vectors - column == 3; column += 3) tile(n, constant<3>, key, column);
+            for (; column < vectors; column += 2) tile(n, constant<2>, key, column);
+        });
+    }
+
+    void add_all(const Rows& rows, const Rows& next, Scratch& scratch, const float* weights, const State& state) const {
+        const float* converted[BLOCK];
+        const float* const* values = read(rows.values, rows.count, scratch, converted);
+        const int queries = state.queries, stride = state.vectors * LANES;
+        const bool few = queries < 6;
+        const int tiles = few ? (queries + 3) / 4 * (width / 3 * lines(3) + lines(width % 3))
+                              : (queries + 5) / 6 * (width / 2 * lines(2) + lines(width % 2));
+        Fetch fetch(next.values, next.count, dim * item, int64_t(tiles) * rows.count);
+        const auto tile = [&](auto n, auto v, int query, int column) {
+            Floats* out = state.out + query * width + column;
+            add<n, v>(values, rows.count, column * LANES, weights, query, stride, out, width, fetch);
+        };
+        int column = 0;
+        for (; few && column + 3 <= width; column += 3)
+            cover<4, 3, 2, 1>(queries, [&](auto n, int query) { tile(n, constant<3>, query, column); });
+        for (; column + 2 <= width; column += 2)
+            cover<6, 3, 2, 1>(queries, [&](auto n, int query) { tile(n, constant<2>, query, column); });
+        for (; column < width; ++column)
+            cover<6, 3, 2, 1>(queries, [&](auto n, int query) { tile(n, constant<1>, query, column); });
     }
 
     // The rows as floats, with whole vectors to read: where they are, or converted.
-    void read(const Rows& rows, Scratch& scratch, const float** keys, const float** values) const {
-        const bool converts = call.dtype != FLOAT32 || dim % LANES;
-        const int stride = width * LANES;
-        float* converted = converts ? of(scratch.converted, 2 * BLOCK * int64_t(stride)) : nullptr;
-        for (int j = 0; j < rows.count; ++j) {
-            keys[j] = converts ? convert(rows.keys[j], converted + j * stride) : as_floats(rows.keys[j]);
-            values[j] = converts ? convert(rows.values[j], converted + (BLOCK + j) * stride) : as_floats(rows.values[j]);
-        }
+    const float* const* read(const char* const* rows, int count, Scratch& scratch, const float** floats) const {
+        if (call.dtype == FLOAT32 && dim == padded) return reinterpret_cast<const float* const*>(rows);
+        float* converted = of(scratch.converted, BLOCK * int64_t(padded));
+        for (int j = 0; j < count; ++j, converted += padded) floats[j] = convert(rows[j], converted);
+        return floats;
     }
-
-    static const float* as_floats(const char* row) { return reinterpret_cast<const float*>(row); }
 
     const float* convert(const char* from, float* into) const {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
@@ -441,42 +524,48 @@ private:
             for (int d = 0; d < dim; ++d) into[d] = from_bfloat16(halves[d]);
         if (call.dtype == FLOAT16)
             for (int d = 0; d < dim; ++d) into[d] = from_float16(halves[d]);
+        std::fill(into + dim, into + padded, 0.0f);
         return into;
     }
 
-    void cap(int count, int vectors, Floats* scores) const {
+    void cap(int pairs, int vectors, Floats* scores) const {
         const float most = call.softcap * float(M_LOG2E);
-        for (int j = 0; j < count; ++j) scores[j * vectors] = tanh(scores[j * vectors]) * most;
+        for (int j = 0; j < pairs; ++j) scores[j * vectors] = tanh(scores[j * vectors]) * most;
     }
 
-    void hide(int begin, int count, int vectors, Ints position, Floats* scores) const {
+    void hide(int begin, int pairs, int vectors, Ints position, Floats* scores) const {
         const Ints first = call.window ? position - (call.window - 1) : Ints{};
-        for (int key = begin; key < begin + count; ++key, scores += vectors)
+        Ints key;
+        for (int i = 0; i < LANES; ++i) key[i] = begin + i / HALF;
+        for (int j = 0; j < pairs; ++j, key += 2, scores += vectors)
             *scores = (position >= key) & (first <= key) ? *scores : broadcast(-INFINITY);
     }
 
     // Turns the scores of vector `v` into weights, after bringing the state to the same measure.
-    NOINLINE static void weigh(int count, Floats* scores, const State& state, int v) {
+    NOINLINE static void weigh(int pairs, Floats* scores, const State& state, int v) {
         Floats peak = state.peak[v];
-        for (int j = 0; j < count; ++j) peak = max(peak, scores[j * state.vectors]);
+        for (int j = 0; j < pairs; ++j) peak = max(peak, scores[j * state.vectors]);
+        peak = max(peak, swap_halves(peak));
         const Floats decay = exp2(state.peak[v] - peak);
         Floats total = state.total[v] * decay;
-        for (int j = 0; j < count; ++j) {
+        for (int j = 0; j < pairs; ++j) {
             const Floats weight = exp2(scores[j * state.vectors] - peak);
             scores[j * state.vectors] = weight;
             total += weight;
         }
         state.peak[v] = peak;
         state.total[v] = total;
-        for (int m = v * LANES; m < std::min(state.queries, (v + 1) * LANES); ++m)
-            for (int i = m * state.width; i < (m + 1) * state.width; ++i) state.out[i] *= decay[m % LANES];
+        for (int m = v * HALF; m < std::min(state.queries, (v + 1) * HALF); ++m)
+            for (int i = m * state.width; i < (m + 1) * state.width; ++i) state.out[i] *= decay[m % HALF];
     }
 
     void write(const Group& group, const State& state) const {
         for (int m = 0; m < group.queries; ++m) {
             const int64_t token = group.token + m / share, head = group.kv_head * share + m % share;
             const float* from = reinterpret_cast<const float*>(state.out + m * width);
-            float *out = call.out + (token * call.heads + head) * dim, total = state.total[m / LANES][m % LANES];
+            const Floats& totals = state.total[m / HALF];
+            const float total = totals[m % HALF] + totals[m % HALF + HALF];
+            float* out = call.out + (token * call.heads + head) * dim;
             for (int d = 0; d < dim; ++d) out[d] = from[d] / total;
         }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import re
@@ -63,12 +64,12 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.
 class World:
     """Sequences of random lengths in one cache, all of whose tokens are known, so that any of them can be new."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, dim: int = 0, dtype: torch.dtype | None = None) -> None:
         kv_heads, self.page = rng.randint(1, 3), rng.choice((1, 5, 16, 48))
-        self.heads, self.dim = kv_heads * rng.randint(1, 5), rng.choice((20, 64, 96))
+        self.heads, self.dim = kv_heads * rng.randint(1, 5), dim or rng.choice((20, 21, 64, 96))
         window, softcap = rng.choice((None, 1, rng.randint(2, 400))), rng.choice((None, None, 4.0))
         self.spec = AttentionSpec(self.dim**-0.5, window, softcap)
-        dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+        dtype = dtype or rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
         self.lengths = [rng.randint(30, 900), *(rng.randint(8, 600) for _ in range(6))]
         torch.manual_seed(rng.randint(0, 1 << 30))
         width = -(-max(self.lengths) // self.page)
@@ -98,6 +99,29 @@ class World:
 @pytest.mark.parametrize("seed", range(25))
 def test_the_bits_of_a_token_follow_from_what_it_sees(native: NativeBackend, threads: None, seed: int) -> None:
     """Alone, among the new tokens of a step, beside other rows, in a prefill; by one thread or several."""
+    check_bits(native, seed)
+
+
+@pytest.mark.parametrize("choice", attention.native.CHOICES[2:] + (("-mavx", "-fopenmp"),))
+def test_so_they_do_for_an_older_processor(
+    native: NativeBackend, threads: None, compiler: list[str], unbuilt: pytest.MonkeyPatch, choice: tuple[str, ...]
+) -> None:
+    """Shorter vectors, and products that are rounded before they are added; near this processor's own results."""
+    if "-mavx" in choice and "AVX" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("needs AVX")
+    worlds = [World(random.Random(seed)) for seed in range(6)]
+    spans = [[(s, n - 3, n) for s, n in enumerate(world.lengths)] for world in worlds]
+    newer = [world.attend(native, which, packed=False) for world, which in zip(worlds, spans, strict=True)]
+    unbuilt.setattr(attention.native, "CHOICES", (choice,))
+    attention.native._library_or_reason.cache_clear()
+    older = [world.attend(NativeBackend(), which, packed=False) for world, which in zip(worlds, spans, strict=True)]
+    for ours, theirs in zip(older, newer, strict=True):
+        torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-2, atol=1e-2)
+    for seed in range(6):
+        check_bits(native, seed)
+
+
+def check_bits(native: NativeBackend, seed: int) -> None:
     rng = random.Random(seed)
     world = World(rng)
     end = world.lengths[0]
@@ -117,6 +141,31 @@ def test_the_bits_of_a_token_follow_from_what_it_sees(native: NativeBackend, thr
         for start in (0, rng.randint(0, end - 8)):
             out = world.attend(native, [*prompts[: rng.randint(0, 6)], (0, start, end)], packed=True)[-1]
             assert torch.equal(out[-8:], expected)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_lies_before_all_windows_is_not_read(native: NativeBackend, seed: int) -> None:
+    rng = random.Random(seed)
+    world, new = World(rng), rng.randint(1, 5)
+    window = rng.randint(1, 100)
+    world.spec = world.spec._replace(window=window)
+    spans = [(s, n - new, n) for s, n in enumerate(world.lengths)]
+    expected = world.attend(native, spans, packed=False)
+    for sequence, start, _ in spans:
+        before = torch.arange(max(0, start - window + 1))
+        world.cache[world.tables[sequence][before // world.page].long(), :, :, before % world.page] = math.nan
+    assert torch.equal(torch.cat(world.attend(native, spans, packed=False)), torch.cat(expected))
+
+
+def test_a_launch_leaves_nothing_for_the_next(native: NativeBackend, threads: None) -> None:
+    """Heads that fill no vector are padded where an earlier launch had what is not a number."""
+    torch.set_num_threads(1)
+    world, other = World(random.Random(1), dim=20), World(random.Random(1), dim=64, dtype=torch.bfloat16)
+    other.cache.fill_(math.nan)
+    (expected,) = world.attend(native, [(1, 7, 8)], packed=False)
+    assert expected.isfinite().all()
+    assert other.attend(native, [(1, 7, 8)], packed=False)[0].isnan().all()
+    assert torch.equal(world.attend(native, [(1, 7, 8)], packed=False)[0], expected)
 
 
 def shape() -> AttentionShape:
