@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.module_tracker import ModuleTracker
 
 from graphs.bindings import binding
@@ -64,7 +63,7 @@ class Node:
         return self.op._schema.name.removeprefix("aten::") if isinstance(self.op, OpOverload) else "compiled region"
 
     def inputs(self) -> Iterator[Ref]:
-        return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+        return (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
 
 
 # What puts other nodes in the place of a record's, once, before the first replay: takes the nodes, the Refs that are
@@ -102,10 +101,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         line = caller_line()
         self.refuse(func, args, line)
-        specs = tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        specs = mapped(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         out = self.execute(func, args, kwargs)
         self.written.update(storage_of(tensor) for tensor in written_by(func, args, kwargs))
-        outputs = tuple(self._output(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        outputs = tuple(self._output(t) for t in leaves(out) if isinstance(t, torch.Tensor))
         single = isinstance(out, torch.Tensor)
         module = max(self.modules.parents - {"Global"}, key=len, default="")
         self.nodes.append(Node(func, specs[0], specs[1], outputs, single, line, module, self._position))
@@ -168,6 +167,28 @@ def record(fn: Callable[[], Output], rewrite: Rewrite | None = None) -> tuple[Re
     return RecordedProgram(fn, recorder, output, rewrite), output
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What an argument or a result of an op consists of, in order. Half of the time of a capture went into torch's own
+    functions for this, which know many more kinds of containers."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same with `function` of each leaf."""
+    if isinstance(value, (list, tuple)):
+        items = [mapped(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {name: mapped(function, item) for name, item in value.items()}
+    return function(value)
+
+
 def is_bookkeeping(func: Callable[..., Any]) -> bool:
     """Ops that torch puts in or leaves out by itself: results that are still referenced come back detached."""
     return func is torch.ops.aten.detach.default
@@ -178,7 +199,7 @@ def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor))
+            yield from (tensor for tensor in leaves(value) if isinstance(tensor, torch.Tensor))
 
 
 def depends_on_data(func: OpOverload, args: tuple[Any, ...]) -> bool:
@@ -227,7 +248,9 @@ def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Re
 
 
 def _substitute(node: Node, folded: dict[Ref, Ref]) -> Node:
-    args, kwargs = tree_map(lambda x: folded.get(x, x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
+    if not any(ref in folded for ref in node.inputs()):
+        return node
+    args, kwargs = mapped(lambda x: folded.get(x, x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
     return replace(node, args=args, kwargs=kwargs)
 
 
@@ -245,7 +268,7 @@ def _bind(nodes: Sequence[Node], tensor: Callable[[Ref], torch.Tensor]) -> list[
             return node
         key = node.op, kind(node.args), kind(tuple(node.kwargs.items()))
         if key not in found:
-            args, kwargs = tree_map(lambda x: tensor(x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
+            args, kwargs = mapped(lambda x: tensor(x) if isinstance(x, Ref) else x, (node.args, node.kwargs))
             found[key] = binding(node.op, args, kwargs)
         return replace(node, op=found[key])
 

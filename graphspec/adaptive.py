@@ -18,6 +18,7 @@ import numpy as np
 from graphspec.step import IntArray
 
 MARGIN = 0.05  # a larger k must promise so much more before it is taken; a smaller one need not
+LEARNING_STEPS, PACE_STEPS = 8, 9  # after another k, from which its cost is learnt; of which the pace is the median
 HORIZON = 64.0  # rows after which an observed acceptance counts for half, roughly
 PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
 PROBE_SHARE = 0.01  # of the time goes into trying a k that was not tried for long
@@ -25,19 +26,41 @@ PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tr
 
 
 class StepCosts:
-    """Seconds of decode steps by rows and k: medians of the newest. A step that was not measured costs what its number
-    of tokens suggests, between the measured ones; before any was measured, all cost the same."""
+    """What decode steps cost by rows and k, in seconds of the machine as it is.
+
+    Machines and contexts drift by more than what one k costs above another, and a k that is not used is not measured.
+    So costs are told apart from pace: what a step costs beside others is learnt from the first steps after another k,
+    at the pace of those before; what changes later is the pace, and that of all steps. Both are medians of the newest
+    measurements. A step that was not measured costs what its number of tokens suggests, between the measured ones;
+    before any was measured, all cost the same."""
 
     def __init__(self) -> None:
         self._recent: dict[tuple[int, int], deque[float]] = {}
-        self._median: dict[tuple[int, int], float] = {}
+        self._cost: dict[tuple[int, int], float] = {}  # at pace 1
+        self._paces: deque[float] = deque(maxlen=PACE_STEPS)
+        self._pace = 1.0
+        self._k, self._steps = -1, 0  # the k of the newest steps, and how many they are
         self._num_steps: Counter[int] = Counter()  # by rows
 
+    def rehearsed(self, rows: int, k: int, seconds: float) -> None:
+        """Take in a step that was measured before serving, beside the others."""
+        self._learn((rows, k), seconds)
+
     def record(self, rows: int, k: int, seconds: float) -> None:
-        recent = self._recent.setdefault((rows, k), deque(maxlen=15))
-        recent.append(seconds)
+        """Take in a step that was served, in their order."""
+        self._steps = 1 + self._steps * (k == self._k)
+        self._k = k
         self._num_steps[rows] += 1
-        self._median[rows, k] = statistics.median(recent)
+        if (rows, k) not in self._cost or (self._paces and self._steps <= LEARNING_STEPS):
+            self._learn((rows, k), seconds / self._pace)
+        else:
+            self._paces.append(seconds / self._cost[rows, k])
+            self._pace = statistics.median(self._paces)
+
+    def _learn(self, step: tuple[int, int], cost: float) -> None:
+        recent = self._recent.setdefault(step, deque(maxlen=15))
+        recent.append(cost)
+        self._cost[step] = statistics.median(recent)
 
     def at_usual_rows(self, max_draft: int) -> list[float]:
         """The cost of a step for k = 0, 1 ... at the number of rows that occurred most; nothing before any was
@@ -45,13 +68,16 @@ class StepCosts:
         return [self(rows, k) for rows, _ in self._num_steps.most_common(1) for k in range(max_draft + 1)]
 
     def __call__(self, rows: int, k: int) -> float:
-        if (rows, k) in self._median:
-            return self._median[rows, k]
-        if not self._median:
+        return self._pace * self._at_pace_1(rows, k)
+
+    def _at_pace_1(self, rows: int, k: int) -> float:
+        if (rows, k) in self._cost:
+            return self._cost[rows, k]
+        if not self._cost:
             return 1.0
-        known = sorted((rows * (1 + k), seconds) for (rows, k), seconds in self._median.items())
-        sizes, seconds = [size for size, _ in known], [seconds for _, seconds in known]
-        return float(np.interp(rows * (1 + k), sizes, seconds))
+        known = sorted((rows * (1 + k), cost) for (rows, k), cost in self._cost.items())
+        sizes, costs = [size for size, _ in known], [cost for _, cost in known]
+        return float(np.interp(rows * (1 + k), sizes, costs))
 
 
 class RunningAcceptance:

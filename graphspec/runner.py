@@ -218,15 +218,15 @@ class Runner:
             _copy_rows((staged.prompt_logprobs,), (scored,))
 
     def measure_steps(self, repeats: int = 3) -> list[tuple[int, int, float]]:
-        """(rows, k, seconds) of greedy decode steps on padding: of the smallest and the largest batch without drafts
-        and with the most, and of every other step that has its graph already. Best of a few."""
+        """(rows, k, seconds) of greedy decode steps on padding: of the smallest and the largest batch with every k, and
+        of every other step that has its graph already. Best of a few."""
         plan, steps = self.graph_plan, self.decode_step
-        ends = min(plan.drafts), max(plan.drafts)
-        corners = [plan.key(rows, *pair, "greedy") for rows in (1, plan.max_batch) for pair in ends]
+        staying = {k: (k, k_next) for k, k_next in sorted(plan.drafts, key=lambda pair: pair[0] == pair[1])}
+        ends = [plan.key(rows, *pair, "greedy") for rows in (1, plan.max_batch) for pair in staying.values()]
         if not self._off_graph:
-            self.on_stream(lambda: [steps.capture(key) for key in dict.fromkeys(corners) if key not in steps.store])
+            self.on_stream(lambda: [steps.capture(key) for key in dict.fromkeys(ends) if key not in steps.store])
         greedy = [key for key in plan.all_keys() if key.sampler == "greedy" and key in steps.store]
-        keys = list(dict.fromkeys((*corners, *greedy)))
+        keys = list(dict.fromkeys((*ends, *greedy)))
         taken = self.rehearse(keys, repeats)
         return [(key.rows, key.num_draft, min(taken[key])) for key in keys]
 

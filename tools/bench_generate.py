@@ -2,10 +2,13 @@
 
     python tools/bench_generate.py --prompts-file mt_bench.jsonl --num-prompts 16 --concurrency 8 --ab depth=0,1
     python tools/bench_generate.py --ab num_speculative_tokens=0,3,5 --rounds 3 --json
+    python tools/bench_generate.py --variant num_speculative_tokens=0 --variant adaptive_speculation=true --turn 1 \
+        --concurrency 1
 
 Every variant has an engine of its own on the same weights, is warmed up, and takes its turn in every round, so drift of
-the machine meets all of them alike. Ratios are to the first variant in the same round, their median and their extremes.
-What TTFT, TPOT and ITL are stands in serving_load.py.
+the machine meets all of them alike. A turn is all prompts, or as many as `--turn` says, for a closer look. Ratios are
+to the first variant in the same turn, their median and their extremes; `ratio_total` is that of all tokens over all
+seconds. What TTFT, TPOT and ITL are stands in serving_load.py.
 
     vs_light             time of the run / the sum of the bounds of its launches, see speed_of_light.py
     light_tokens_per_s   what that bound would give, with this acceptance
@@ -49,6 +52,7 @@ def summary(runs: Sequence[Served], first: Sequence[Served], bound: StepBound) -
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
+        "ratio_total": _total_rate(runs) / _total_rate(first),
         "same_tokens": all(a.token_ids == b.token_ids for a, b in zip(runs, first, strict=True)),
         **times,
         "mean_acceptance_length": 1 + counts["num_accepted_tokens"] / drafts if drafts else 1.0,
@@ -61,14 +65,30 @@ def summary(runs: Sequence[Served], first: Sequence[Served], bound: StepBound) -
     }
 
 
-def variants(text: str | None) -> tuple[str, list[Setting]]:
-    """The name of the configuration field that varies, and one setting per value. Raises ValueError for nonsense."""
-    if text is None:
-        return "", [{}]
-    name, _, values = text.partition("=")
-    if name not in EngineConfig.__dataclass_fields__ or not values:
-        raise ValueError(f'--ab takes a field of EngineConfig and values, such as depth=0,1; got "{text}"')
-    return name, [{name: _value(value)} for value in values.split(",")]
+def _total_rate(runs: Sequence[Served]) -> float:
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def variants(ab: str | None, several: Sequence[Sequence[str]]) -> list[Setting]:
+    """Settings of `--ab`, which varies one field, and one for each `--variant`. Raises ValueError for nonsense."""
+    settings: list[Setting] = []
+    if ab is not None:
+        name, values = _assigned("--ab", ab)
+        settings += ({name: _value(value)} for value in values.split(","))
+    for fields in several:
+        settings.append({name: _value(value) for name, value in (_assigned("--variant", text) for text in fields)})
+    return settings or [{}]
+
+
+def _assigned(option: str, text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if name not in EngineConfig.__dataclass_fields__ or not value:
+        raise ValueError(f'{option} takes a field of EngineConfig and its value, such as depth=1; got "{text}"')
+    return name, value
+
+
+def label(setting: Setting) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in setting.items()) or "median"
 
 
 def _value(text: str) -> Any:
@@ -96,21 +116,24 @@ def encode(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
 
 
 def measure(args: argparse.Namespace, engines: Sequence[Engine]) -> list[list[Served]]:
-    """Runs of every engine, in turns; the first turn, a short one, warms up and is not kept."""
+    """Runs of every engine, one for each of its turns; the first turn, a short one, warms up and is not kept."""
     prompts = encode(engines[0], read_prompts(args.prompts_file, args.num_prompts))
     runs: list[list[Served]] = [[] for _ in engines]
     with progress(args.rounds * len(engines) * len(prompts), "requests") as bar:
         for engine in engines:
             serve(engine, prompts[: args.concurrency], SamplingParams(max_tokens=4), args.concurrency)
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1)
-        for _ in range(args.rounds):
+        size = args.turn or len(prompts)
+        for start in [*range(0, len(prompts), size)] * args.rounds:
             for engine, mine in zip(engines, runs, strict=True):
-                mine.append(serve(engine, prompts, params, args.concurrency, bar.update))
+                mine.append(serve(engine, prompts[start : start + size], params, args.concurrency, bar.update))
     return runs
 
 
 def work(args: argparse.Namespace) -> None:
-    name, settings = variants(args.ab)
+    settings = variants(args.ab, args.variant)
+    if args.turn < 0:
+        raise ValueError(f"--turn takes a number of prompts, not {args.turn}")
     module, tokenizer = load(args), load_tokenizer(args.model)
     dtype = next(module.parameters()).dtype
     rates = measured_rates(args.device, dtype)
@@ -123,10 +146,10 @@ def work(args: argparse.Namespace) -> None:
         for engine in engines:
             engine.close()
     found = [summary(mine, runs[0], bound) for mine, bound in zip(runs, bounds, strict=True)]
-    labels = [f"{name} = {setting[name]}" if name else "median" for setting in settings]
+    labels = [label(setting) for setting in settings]
     output = Output("bench_generate", args, dtype, {})
     output.table(table(labels, found), list(zip(settings, found, strict=True)))
-    bars = {label: {"tokens/s": r["tokens_per_s"]} for label, r in zip(labels, found, strict=True)}
+    bars = {name: {"tokens/s": r["tokens_per_s"]} for name, r in zip(labels, found, strict=True)}
     plot_bars(args.plot, f"{args.num_prompts} prompts, {args.concurrency} at once", "output tokens per second", bars)
 
 
@@ -141,6 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--max-model-len", type=int, help="default: the model's limit")
     parser.add_argument("--ab", help="a field of EngineConfig and its values, such as depth=0,1")
+    parser.add_argument(
+        "--variant",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of EngineConfig of one variant; several times",
+    )
+    parser.add_argument("--turn", type=int, default=0, metavar="PROMPTS", help="prompts per turn; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     run("bench_generate", parser, work, arguments)
 

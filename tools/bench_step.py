@@ -7,12 +7,14 @@
 
 Steps hold decode rows only. Drafts are made as by n-grams and a fixed number of them is accepted (`--accepted`, by
 default half), which separates the cost of the engine from the quality of a drafter. All variants live in one process on
-the same weights. Those with the same rows and context, which are compared, take turns in every round, so drift of the
-machine meets all of them alike; then their lines are printed, and the next rows follow.
+the same weights. Those with the same rows, which are compared, take turns in every round, so drift of the machine meets
+all of them alike; then their lines are printed, and the next rows follow.
 
     device ms     device computing one launch: events on CUDA, the stream's own timestamps on the CPU
     x first       the same, against the first variant with these rows and this context, median over rounds
-    stretch       the same, against depth 0: on the CPU host and device share the cores and the interpreter
+    growth ms     what it takes longer than the same at the first context, median over rounds
+    KV ms         the time in which the device reads as many bytes as it has more of K and V then
+    stretch       device ms against depth 0: on the CPU host and device share the cores and the interpreter
     idle %        share of the device's time spent waiting for the host
     host us       host work of one `Engine.step`, the wait for the device left out
     x light, x plain light    see speed_of_light.py
@@ -59,7 +61,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 COLUMNS = {
     "mode": "mode", "depth": "depth", "num_draft": "k", "rows": "rows", "context": "context", "sampler": "sampler",
-    "device_ms": "device ms", "vs_first": "x first", "stretch": "stretch", "idle_percent": "idle %",
+    "device_ms": "device ms", "vs_first": "x first", "growth_ms": "growth ms", "growth_kv_ms": "KV ms",
+    "stretch": "stretch", "idle_percent": "idle %",
     "host_us": "host us", "emitted": "emitted", "token_ms": "ms/token", "vs_light": "x light",
     "token_vs_plain_light": "x plain light",
 }  # fmt: skip
@@ -170,6 +173,7 @@ def values(case: Case, found: dict[Case, Series], bound: StepBound) -> dict[str,
     busy, seconds = series.busy, statistics.median(series.busy)
     first = next(series for other, series in found.items() if other[:2] == case[:2])
     settled = found.get(case._replace(depth=0))
+    shorter = case._replace(context=next(iter(found)).context)
     idle, host = ([s for turn in series.turns for s in getattr(turn, name)] for name in ("idle", "host"))
     steps = len(series.turns[0].busy)
     emitted = statistics.fmean(turn.emitted_per_row(case.rows) for turn in series.turns)
@@ -177,6 +181,7 @@ def values(case: Case, found: dict[Case, Series], bound: StepBound) -> dict[str,
     return {
         "device_ms": 1e3 * seconds, "device_ms_p90": 1e3 * percentile(busy, 90),
         "device_ms_p99": 1e3 * percentile(busy, 99), "vs_first": _ratio(series, first),
+        **_growth(case, shorter, found, bound),
         "stretch": None if settled is None else _ratio(series, settled),
         "idle_us": 1e6 * statistics.median(idle), "idle_percent": 100 * sum(idle) / (sum(idle) + sum(busy)),
         "host_us": 1e6 * statistics.median(host), "host_us_p99": 1e6 * percentile(host, 99),
@@ -185,6 +190,19 @@ def values(case: Case, found: dict[Case, Series], bound: StepBound) -> dict[str,
         "parts": {"host": spread(series.host), "device": spread(series.device)},
         "apart_ms": 1e3 * statistics.median(sum(parts.values()) for parts in series.device),
         "apart_from_ms": 1e3 * statistics.median(series.apart_from),
+    }  # fmt: skip
+
+
+def _growth(case: Case, shorter: Case, found: dict[Case, Series], bound: StepBound) -> dict[str, float | None]:
+    """How much longer than at a shorter context a step takes, and how long its K and V must."""
+    if case == shorter:
+        return {"growth_ms": None, "growth_kv_ms": None}
+    kv_bytes = [bound.work(c.rows, c.num_draft, c.context).kv_bytes for c in (shorter, case)]
+    return {
+        "growth_ms": 1e3 * statistics.median(
+            a - b for a, b in zip(found[case].medians, found[shorter].medians, strict=True)
+        ),
+        "growth_kv_ms": 1e3 * (kv_bytes[1] - kv_bytes[0]) / bound.rates.bytes_per_s,
     }  # fmt: skip
 
 
@@ -249,7 +267,7 @@ def work(args: argparse.Namespace) -> None:
         for mode, k in made:
             if k == args.num_draft[0]:
                 output.text(f"{mode}: {bounds[mode, k].counted}")
-        for _, some in itertools.groupby(cases(args), lambda case: case[:2]):
+        for _, some in itertools.groupby(cases(args), lambda case: case.rows):
             found = measure(args, list(some), made)
             lines = {case: values(case, found, bounds[case.mode, case.num_draft]) for case in found}
             show(output, lines)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,11 +59,26 @@ def read_load(path: Path) -> Load:
     return Load([Answer(a["prompt_tokens"], list(map(int, a["right"]))) for a in raw["answers"]], costs)
 
 
+class Machine:
+    """How fast steps run: for 5 seconds on average at one pace, which is up to `drift` slower than a load says, then at
+    another, and each step up to `NOISE` off. What is seen; the clock that tokens per second are of does not drift."""
+
+    NOISE = 0.05
+
+    def __init__(self, drift: float) -> None:
+        self._drift, self._random, self._pace = drift, random.Random(1), 1.0
+
+    def seen(self, seconds: float) -> float:
+        if self._random.random() < seconds / 5.0:
+            self._pace = 1.0 + self._drift * self._random.random()
+        return seconds * self._pace * (1.0 + self.NOISE * self._random.uniform(-1, 1) * (self._drift > 0))
+
+
 class RecordedDevice:
     """Answers launches from a load, one launch late, and keeps the time they took."""
 
-    def __init__(self, load: Load, scheduler: Scheduler, answers: dict[int, Answer]) -> None:
-        self._load, self._scheduler, self._answers = load, scheduler, answers
+    def __init__(self, load: Load, scheduler: Scheduler, answers: dict[int, Answer], machine: Machine) -> None:
+        self._load, self._scheduler, self._answers, self._machine = load, scheduler, answers, machine
         self._slots: dict[int, tuple[Answer, int]] = {}  # answer, tokens known of it
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.seconds = 0.0
@@ -76,7 +92,8 @@ class RecordedDevice:
             seconds = self._load.seconds(len(plan.decode.slots), plan.decode.num_draft)
             self.seconds += seconds
         decode = None if plan.decode is None else self._decode(plan.decode)
-        alone = seconds if plan.prefill is None and not plan.admissions else None
+        seen = None if seconds is None else self._machine.seen(seconds)
+        alone = seen if plan.prefill is None and not plan.admissions else None
         self.in_flight.append((plan, StepResult(prefill, decode, seconds=alone)))
 
     def _prefill(self, rows: PrefillRows) -> RowResults:
@@ -104,7 +121,9 @@ class RecordedDevice:
         return sum(e.finish_reason is not None for e in self._scheduler.commit(plan, result))
 
 
-def simulate(load: Load, phases: Sequence[tuple[int, Sequence[Answer]]], tiers: tuple[int, ...]) -> float:
+def simulate(
+    load: Load, phases: Sequence[tuple[int, Sequence[Answer]]], tiers: tuple[int, ...], drift: float = 0.0
+) -> float:
     """Tokens per second of the load's clock, closed loop, for phases of (concurrency, answers)."""
     rows = max(concurrency for concurrency, _ in phases)
     pages = rows * LONGEST // PAGE_SIZE
@@ -112,9 +131,9 @@ def simulate(load: Load, phases: Sequence[tuple[int, Sequence[Answer]]], tiers: 
     limits = SchedulerConfig(rows, rows * LONGEST, tiers, 0, PAGE_SIZE, pages, 2 * LONGEST // PAGE_SIZE)
     scheduler, answers = Scheduler(limits), dict[int, Answer]()
     for size in (1, rows):  # what an engine measures when it starts
-        for k in (tiers[0], tiers[-1]):
-            scheduler.policy.costs.record(size, k, load.seconds(size, k))
-    device = RecordedDevice(load, scheduler, answers)
+        for k in tiers:
+            scheduler.policy.costs.rehearsed(size, k, load.seconds(size, k))
+    device = RecordedDevice(load, scheduler, answers, Machine(drift))
     tokens = 0
     for concurrency, wanted in phases:
         waiting, running = deque(wanted), 0
@@ -140,10 +159,10 @@ def request_of(number: int, answer: Answer) -> Request:
     return Request(str(number), prompt, SamplingParams(max_tokens=length), number, number, limit, frozenset())
 
 
-def compare(load: Load, phases: Sequence[tuple[int, Sequence[Answer]]]) -> dict[str, float]:
+def compare(load: Load, phases: Sequence[tuple[int, Sequence[Answer]]], drift: float = 0.0) -> dict[str, float]:
     """Tokens per second with every fixed k, and with all of them to choose among."""
     found = {f"k = {k}": simulate(load, phases, (k,)) for k in load.tiers}
-    return {**found, "adaptive": simulate(load, phases, load.tiers)}
+    return {**found, "adaptive": simulate(load, phases, load.tiers, drift)}
 
 
 def num_right(token_ids: list[int], num_prompt: int, max_draft: int) -> list[int]:
@@ -202,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=Path, help="a record to play")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--drift", type=float, default=0.0, help="the machine is up to this share slower for a while")
     parser.add_argument("--record", type=Path, help="write a record here")
     parser.add_argument("--prompts-file", type=Path, nargs="+", default=[])
     parser.add_argument("--num-prompts", type=int, help="of each file")
@@ -217,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.load is not None:
         load = read_load(args.load)
         for concurrency in args.concurrency:
-            found = compare(load, [(concurrency, load.answers)])
+            found = compare(load, [(concurrency, load.answers)], args.drift)
             best = max(value for name, value in found.items() if name != "adaptive")
             line = "  ".join(f"{name}: {value:7.1f}" for name, value in found.items())
             print(

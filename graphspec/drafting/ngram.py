@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from graphspec.drafting.pool import NgramPool
 from graphspec.drafting.protocol import DrafterBuffers, DraftInputs, Drafts, HistoryDrafter, PromptChunks
@@ -61,23 +62,22 @@ class NgramDrafter(HistoryDrafter):
 
     def _from_history(self, inputs: DraftInputs, num_draft: int) -> Drafts:
         history, newest = inputs.history, inputs.newest.unsqueeze(1)  # [R, H], [R, 1]
-        width = history.shape[1]
+        width, device = history.shape[1], history.device
+        most, position = min(self._max_n, width), torch.arange(width, device=device)
         # matched[r, i]: how many tokens, at most max_n, ending at position i equal those ending at the newest token
-        running = torch.ones_like(history, dtype=torch.bool)
-        matched = torch.zeros_like(history, dtype=torch.int32)
-        for back in range(min(self._max_n, width)):
-            wanted = history.gather(1, (newest - back).clamp(min=0))
-            same = torch.zeros_like(running)
-            same[:, back:] = history[:, : width - back] == wanted
-            running = running & same & (newest >= back)
-            matched += running
-        position = torch.arange(width, device=history.device)
-        usable = (position < newest) & (matched >= self._min_n)
-        rank = torch.where(usable, matched.to(torch.int64) * width + position, -1)
+        behind = F.pad(history, (most, 0))
+        tail = behind.gather(1, newest + torch.arange(1, most + 1, device=device)).split(1, dim=1)
+        windows = behind[:, 1:].unfold(1, most, 1).unbind(2)
+        matched = torch.where(windows[0] == tail[0], most, most - 1)
+        for back in range(most - 2, -1, -1):
+            matched = torch.where(windows[most - 1 - back] == tail[most - 1 - back], matched, back)
+        matched = torch.minimum(
+            matched, torch.arange(1, width + 1, device=device)
+        )  # there is nothing before the first token
+        rank = torch.where(position < newest, position.add(matched, alpha=width), -1)
         best, end = rank.max(dim=1, keepdim=True)
-        # The match repeats with this period; past the newest token the continuation repeats itself.
-        period = newest - end
-        steps = torch.arange(num_draft, device=history.device)
-        found = best >= 0
-        source = torch.where(found, end + 1 + steps % period.clamp(min=1), newest)
-        return Drafts(history.gather(1, source), torch.where(found.squeeze(1), num_draft, 0))
+        found = best >= self._min_n * width
+        # The match repeats with this period; past the newest token the continuation repeats itself. Filler repeats it.
+        period = torch.where(found, newest - end, 1)
+        source = torch.arange(num_draft, device=device) % period - period + (newest + 1)
+        return Drafts(history.gather(1, source), found.squeeze(1) * num_draft)

@@ -102,7 +102,7 @@ def test_the_bits_of_a_token_follow_from_what_it_sees(native: NativeBackend, thr
     check_bits(native, seed)
 
 
-@pytest.mark.parametrize("choice", attention.native.CHOICES[2:] + (("-mavx", "-fopenmp"),))
+@pytest.mark.parametrize("choice", [*attention.native.CHOICES[2:], ("-mavx", "-fopenmp")])
 def test_so_they_do_for_an_older_processor(
     native: NativeBackend, threads: None, compiler: list[str], unbuilt: pytest.MonkeyPatch, choice: tuple[str, ...]
 ) -> None:
