@@ -1,6 +1,6 @@
 """How many drafts a step takes, decided for the whole batch from what steps cost and what was accepted. No torch.
 
-    tokens of a step = rows + rows that speculate * (expected number of accepted drafts at this k)
+    tokens of a step = rows + the sum over those that speculate of (expected number of accepted drafts at this k)
 
 The best k has most tokens per second. Both factors are measured while serving, so nothing needs to be known about
 model, machine, drafter or text, and k becomes 0 where speculation does not pay (compare Liu et al. 2024, "goodput",
@@ -12,16 +12,19 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from graphspec.step import IntArray
 
 MARGIN = 0.05  # a larger k must promise so much more before it is taken; a smaller one need not
 LEARNING_STEPS, PACE_STEPS = 8, 9  # after another k, from which its cost is learnt; of which the pace is the median
-HORIZON = 64.0  # rows after which an observed acceptance counts for half, roughly
+HORIZON, OWN_HORIZON = 64.0, 32.0  # rows after which an observed acceptance counts for half, roughly; of one request
 PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
-PROBE_SHARE = 0.01  # of the time goes into trying a k that was not tried for long
+OTHERS = 4.0  # rows of a request that outweigh what others had accepted
+PROBE_SHARE = 0.005  # of the time goes into trying a k that was not tried for long
 PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tries of one k, and until it is given up
 
 
@@ -81,27 +84,46 @@ class StepCosts:
 
 
 class RunningAcceptance:
-    """How often the draft at each position was right where all before it were; the newest rows weigh most."""
+    """How often the draft at each position was right where all before it were: of each request, as far as it has shown,
+    and of all. The newest rows weigh most."""
 
-    def __init__(self, max_draft: int) -> None:
-        self._seen, self._right = np.zeros(max_draft), np.zeros(max_draft)
+    def __init__(self, num_slots: int, max_draft: int) -> None:
+        self._all, self._own = _Counts((max_draft,), HORIZON), _Counts((num_slots, max_draft), OWN_HORIZON)
 
-    def record(self, num_foreseen: IntArray, visible: int) -> None:
+    def begin(self, slot: int) -> None:
+        """Another request has the slot."""
+        self._own.seen[slot] = self._own.right[slot] = 0.0
+
+    def record(self, slots: IntArray, num_foreseen: IntArray, visible: int) -> None:
         """Take in how many leading drafts were right, of rows whose first `visible` drafts could be judged."""
-        count = (num_foreseen[:, None] >= np.arange(visible + 1)).sum(axis=0)
-        decay = HORIZON / (HORIZON + count[:-1])
-        self._seen[:visible] = self._seen[:visible] * decay + count[:-1]
-        self._right[:visible] = self._right[:visible] * decay + count[1:]
+        reached = num_foreseen[:, None] >= np.arange(visible + 1)
+        self._all.add(np.s_[:visible], reached.sum(axis=0))
+        self._own.add(np.s_[slots, :visible], reached)
 
-    def expected(self) -> list[float]:
-        """Expected number of accepted drafts of a row, for k = 0, 1, ... A position without experience is taken to be
-        like the one before it."""
-        rate, reached, total = PRIOR_RATE, 1.0, [0.0]
-        for seen, right in zip(self._seen.tolist(), self._right.tolist(), strict=True):
+    def expected(self, slots: IntArray) -> list[float]:
+        """Expected number of accepted drafts of the rows together, for k = 0, 1, ... A position without experience is
+        taken to be like the one before it, and a request without experience like the others."""
+        rate, rates = PRIOR_RATE, list[float]()
+        for seen, right in zip(self._all.seen.tolist(), self._all.right.tolist(), strict=True):
             rate = (right + PRIOR_ROWS * rate) / (seen + PRIOR_ROWS)
-            reached *= rate
-            total.append(total[-1] + reached)
-        return total
+            rates.append(rate)
+        seen, right = self._own.seen[slots], self._own.right[slots]
+        own = (right + OTHERS * np.array(rates)) / (seen + OTHERS)
+        return [0.0, *own.cumprod(axis=1).sum(axis=0).cumsum().tolist()]
+
+
+class _Counts:
+    """Drafts that were judged, and of these the right ones, which fade with a horizon."""
+
+    def __init__(self, shape: tuple[int, ...], horizon: float) -> None:
+        self.seen, self.right, self._horizon = np.zeros(shape), np.zeros(shape), horizon
+
+    def add(self, where: Any, reached: npt.NDArray[Any]) -> None:
+        """`reached[..., i]` counts rows whose first i drafts were right."""
+        seen, right = reached[..., :-1], reached[..., 1:]
+        decay = self._horizon / (self._horizon + seen)
+        self.seen[where] = self.seen[where] * decay + seen
+        self.right[where] = self.right[where] * decay + right
 
 
 class AdaptiveK:
@@ -110,10 +132,10 @@ class AdaptiveK:
     `pad` gives the rows of the captured step that serves a batch.
     """
 
-    def __init__(self, tiers: Sequence[int], pad: Callable[[int], int]) -> None:
+    def __init__(self, tiers: Sequence[int], num_slots: int, pad: Callable[[int], int]) -> None:
         self.tiers = tuple(tiers)
         self.costs = StepCosts()
-        self.acceptance = RunningAcceptance(self.tiers[-1])
+        self.acceptance = RunningAcceptance(num_slots, self.tiers[-1])
         self._pad = pad
         self._current = self.tiers[-1]
         self._clock, self._used = 0, dict.fromkeys(self.tiers, 0)
@@ -124,13 +146,12 @@ class AdaptiveK:
     def chooses(self) -> bool:
         return len(self.tiers) > 1
 
-    def choose(self, num_rows: int, num_speculating: int) -> int:
-        """k for a step of `num_rows`, of which `num_speculating` accept drafts."""
+    def choose(self, num_rows: int, speculating: IntArray) -> int:
+        """k for a step of `num_rows`, of which those in the slots `speculating` accept drafts."""
         if not self.chooses or not num_rows:
             return self._current
-        rows, expected = self._pad(num_rows), self.acceptance.expected()
-        tokens = {k: num_rows + num_speculating * expected[k] for k in self.tiers}
-        rate = {k: tokens[k] / self.costs(rows, k) for k in self.tiers}
+        rows, expected = self._pad(num_rows), self.acceptance.expected(speculating)
+        rate = {k: (num_rows + expected[k]) / self.costs(rows, k) for k in self.tiers}
         best = max(self.tiers, key=rate.__getitem__)
         if rate[best] > (1 + MARGIN * (best > self._current)) * rate[self._current]:
             self._current = best
@@ -158,7 +179,9 @@ class AdaptiveK:
         self._used[k] = self._clock
         self._steps_left -= self._steps_left > 0 and k == self._probe
 
-    def answered(self, num_rows: int, k: int, seconds: float | None, num_foreseen: IntArray, visible: int) -> None:
+    def answered(
+        self, num_rows: int, k: int, seconds: float | None, slots: IntArray, num_foreseen: IntArray, visible: int
+    ) -> None:
         """Learn from an answered step of `num_rows`: its device time, if nothing else ran in it, and the drafts of the
         rows that speculate, see `RunningAcceptance.record`."""
         if not self.chooses:
@@ -166,7 +189,7 @@ class AdaptiveK:
         if seconds is not None:
             self.costs.record(self._pad(num_rows), k, seconds)
         if visible:
-            self.acceptance.record(num_foreseen, visible)
+            self.acceptance.record(slots, num_foreseen, visible)
 
 
 def halving_tiers(most: int) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ class Scheduler:
         self.stats = SpecStats(config.max_draft)
         # Stays empty unless acceptance is explained.
         self.acceptance = AcceptanceLog(config.max_draft, CollapseWatch())
-        self.policy = AdaptiveK(config.tiers, config.pad)
+        self.policy = AdaptiveK(config.tiers, config.max_num_seqs, config.pad)
         self._next_step = 0
         self._rested = True  # since the last launch there was a time without a request
         self._proposed = config.max_draft if config.drafts_ahead else config.tiers[0]  # by the launch before
@@ -186,7 +186,7 @@ class Scheduler:
         if not self.policy.chooses:
             return config.max_draft, config.max_draft
         running = table.phase == DECODE
-        wanted = self.policy.choose(int(running.sum()), int((running & table.speculates).sum()))
+        wanted = self.policy.choose(int(running.sum()), np.flatnonzero(running & table.speculates))
         if config.drafts_ahead:
             return wanted, config.max_draft
         return self._proposed, step_towards(config.tiers, self._proposed, wanted)
@@ -259,6 +259,7 @@ class Scheduler:
             self.config.page_size,
             may_skip=not self.config.reads_prompt,
         )
+        self.policy.acceptance.begin(slot)
         self.stats.prefix_cache_queries += request.num_tokens
         self.stats.prefix_cache_hits += len(shared) * self.config.page_size
         return Admission(
@@ -350,8 +351,9 @@ class Scheduler:
         alive = table.epoch[decode.slots] == decode.epochs
         slots, rows = decode.slots[alive], rows.take(alive)
         visible = min(decode.num_draft + self.config.drafts_ahead, self.config.max_draft)
-        foreseen = rows.num_foreseen[table.speculates[slots]]
-        self.policy.answered(len(decode.slots), decode.num_draft, seconds, foreseen, visible)
+        speculate = table.speculates[slots]
+        foreseen = slots[speculate], rows.num_foreseen[speculate]
+        self.policy.answered(len(decode.slots), decode.num_draft, seconds, *foreseen, visible)
 
     def _score_prompts(self, chunks: PrefillRows, logprobs: LogprobRows) -> None:
         """Hand the log-probabilities of prompt tokens to the requests that asked for them. Chunks of one request are

@@ -73,17 +73,18 @@ def variants(ab: str | None, several: Sequence[Sequence[str]]) -> list[Setting]:
     """Settings of `--ab`, which varies one field, and one for each `--variant`. Raises ValueError for nonsense."""
     settings: list[Setting] = []
     if ab is not None:
-        name, values = _assigned("--ab", ab)
+        name, values = _assigned("--ab", ab, "values, such as depth=0,1")
         settings += ({name: _value(value)} for value in values.split(","))
     for fields in several:
-        settings.append({name: _value(value) for name, value in (_assigned("--variant", text) for text in fields)})
+        assigned = [_assigned("--variant", field, "its value, such as depth=1") for field in fields]
+        settings.append({name: _value(value) for name, value in assigned})
     return settings or [{}]
 
 
-def _assigned(option: str, text: str) -> tuple[str, str]:
+def _assigned(option: str, text: str, what: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if name not in EngineConfig.__dataclass_fields__ or not value:
-        raise ValueError(f'{option} takes a field of EngineConfig and its value, such as depth=1; got "{text}"')
+        raise ValueError(f'{option} takes a field of EngineConfig and {what}; got "{text}"')
     return name, value
 
 

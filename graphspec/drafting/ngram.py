@@ -66,7 +66,7 @@ class NgramDrafter(HistoryDrafter):
         most, position = min(self._max_n, width), torch.arange(width, device=device)
         # matched[r, i]: how many tokens, at most max_n, ending at position i equal those ending at the newest token
         behind = F.pad(history, (most, 0))
-        tail = behind.gather(1, newest + torch.arange(1, most + 1, device=device)).split(1, dim=1)
+        tail = torch.split(behind.gather(1, newest + torch.arange(1, most + 1, device=device)), 1, dim=1)
         windows = behind[:, 1:].unfold(1, most, 1).unbind(2)
         matched = torch.where(windows[0] == tail[0], most, most - 1)
         for back in range(most - 2, -1, -1):

@@ -72,6 +72,20 @@ def test_a_step_is_taken_apart(tool: Any, small: list[str], mode: str) -> None:
     assert (lines[0]["stretch"], lines[0]["vs_first"]) == (1.0, 1.0)
 
 
+def test_growth_with_the_context_stands_beside_that_of_kv(tool: Any, small: list[str]) -> None:
+    steps = [*small, *STEP, "--num-draft", "0", "2", "--depth", "0"]
+    steps[steps.index("16") : steps.index("16") + 1] = ["16", "48"]
+    lines = tool("bench_step").lines(*steps)
+    assert [(line["config"]["context"], line["config"]["num_draft"]) for line in lines] == [
+        (16, 0), (16, 2), (48, 0), (48, 2)
+    ]  # fmt: skip
+    assert [line["growth_ms"] for line in lines[:2]] == [None, None]
+    for line, shorter in zip(lines[2:], lines[:2], strict=True):
+        assert line["growth_ms"] == pytest.approx(line["device_ms"] - shorter["device_ms"], abs=1e-4)  # one round
+        assert line["growth_kv_ms"] == pytest.approx(lines[2]["growth_kv_ms"])
+        assert line["growth_kv_ms"] > 0
+
+
 def test_parts_of_a_step_add_up(tool: Any) -> None:
     clocks = tool("step_parts").module
     parts = clocks.parts_between([("a", 2.0), ("b", 5.0), ("a", 6.0)], 1.0, 10.0)
@@ -216,6 +230,29 @@ def test_bench_generate_runs_variants_side_by_side(tool: Any, small: list[str]) 
     assert "same_tokens" in text
 
 
+def test_bench_generate_takes_variants_of_several_fields_prompt_by_prompt(
+    tool: Any, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = tool("bench_generate")
+    options = [*small, "--num-prompts", "3", "--concurrency", "1", "--max-tokens", "6", "--rounds", "2", "--turn", "1"]
+    turns, serve = list[int](), bench.module.serve
+
+    def counted(engine: Any, prompts: list[list[int]], *rest: Any) -> Any:
+        turns.append(len(prompts))
+        return serve(engine, prompts, *rest)
+
+    monkeypatch.setattr(bench.module, "serve", counted)
+    plain, adaptive = bench.lines(
+        *options, "--variant", "num_speculative_tokens=0",
+        "--variant", "num_speculative_tokens=2", "adaptive_speculation=true",
+    )  # fmt: skip
+    assert turns == [1] * (2 + 2 * 2 * 3)  # two to warm up
+    assert (plain["config"]["num_speculative_tokens"], adaptive["config"]["adaptive_speculation"]) == (0, True)
+    assert adaptive["same_tokens"]
+    assert plain["ratio_total"] == 1.0
+    assert adaptive["ratio_min"] <= adaptive["ratio_total"] <= adaptive["ratio_max"]
+
+
 FAKE_VLLM = """
 import os, sys
 from types import SimpleNamespace as Any
@@ -334,6 +371,8 @@ def tiny_of(folder: str) -> Any:
     [
         ("bench_generate", ["--ab", "no_such_field=1"], "depth=0,1"),
         ("bench_generate", ["--ab", "depth=99"], "depth must be in 0 .. 8"),
+        ("bench_generate", ["--variant", "depth=1", "k=3"], "takes a field of EngineConfig and its value"),
+        ("bench_generate", ["--turn", "-1"], "--turn takes a number of prompts, not -1"),
         ("bench_generate", ["--prompts-file", "nowhere.txt"], "cannot read the prompts file"),
         ("bench_step", ["--context", "5000"], "exceeds the model's limit"),
         ("bench_attention", ["--lengths", "3"], "lengths must lie between"),

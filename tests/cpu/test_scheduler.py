@@ -14,7 +14,7 @@ from graphspec.adaptive import halving_tiers
 from graphspec.request import Request, SamplingParams, rank_of
 from graphspec.scheduler import Scheduler, SchedulerConfig
 from graphspec.slots import FREE, UNREAD_NONE
-from graphspec.step import StepPlan, StepResult
+from graphspec.step import IntArray, StepPlan, StepResult
 from graphspec.text import TextStream
 
 
@@ -159,7 +159,7 @@ class RandomLoad(Harness):
         self.events = self.catch_ups = 0
         self.ks: set[int] = set()
 
-    def choose(self, num_rows: int, num_speculating: int) -> int:
+    def choose(self, num_rows: int, speculating: IntArray) -> int:
         """Any tier, for a while."""
         if self.random.random() < 0.15:
             self.wanted = self.random.choice(self.scheduler.config.tiers)
