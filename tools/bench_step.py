@@ -158,8 +158,8 @@ def measure(args: argparse.Namespace, some: Sequence[Case], made: dict[tuple[str
     """Every case takes a turn in every round; the first round, in which graphs are captured, is not kept."""
     found = {case: Series() for case in some}
     with progress((1 + args.rounds) * len(found), "turns") as bar:
-        for _ in range(1 + args.rounds):
-            if bar.n == len(found):
+        for number in range(1 + args.rounds):
+            if number <= 1:
                 found = {case: Series() for case in found}
             for case, series in found.items():
                 made[case.mode, case.num_draft].turn(case, args.steps, series)
