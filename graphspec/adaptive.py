@@ -21,6 +21,7 @@ from graphspec.step import IntArray
 
 MARGIN = 0.05  # a larger k must promise so much more before it is taken; a smaller one need not
 LEARNING_STEPS, PACE_STEPS = 8, 9  # after another k, from which its cost is learnt; of which the pace is the median
+FEW_STEPS = 3  # of a k at a number of rows, that are always learnt from
 HORIZON, OWN_HORIZON = 64.0, 32.0  # rows after which an observed acceptance counts for half, roughly; of one request
 PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
 OTHERS = 4.0  # rows of a request that outweigh what others had accepted
@@ -46,15 +47,17 @@ class StepCosts:
         self._num_steps: Counter[int] = Counter()  # by rows
 
     def rehearsed(self, rows: int, k: int, seconds: float) -> None:
-        """Take in a step that was measured before serving, beside the others."""
-        self._learn((rows, k), seconds)
+        """Take in a step that was measured before serving, beside the others and often enough."""
+        for _ in range(FEW_STEPS):
+            self._learn((rows, k), seconds)
 
     def record(self, rows: int, k: int, seconds: float) -> None:
         """Take in a step that was served, in their order."""
         self._steps = 1 + self._steps * (k == self._k)
         self._k = k
         self._num_steps[rows] += 1
-        if (rows, k) not in self._cost or (self._paces and self._steps <= LEARNING_STEPS):
+        is_new = len(self._recent.get((rows, k), ())) < FEW_STEPS
+        if is_new or (self._paces and self._steps <= LEARNING_STEPS):
             self._learn((rows, k), seconds / self._pace)
         else:
             self._paces.append(seconds / self._cost[rows, k])

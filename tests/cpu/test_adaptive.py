@@ -52,6 +52,10 @@ def test_a_machine_that_slows_down_makes_every_k_dearer_alike() -> None:
     for _ in range(20):
         costs.record(1, 0, 1.0)
     assert [costs(1, k) for k in (0, 1, 3)] == pytest.approx([1.0, 1.4, 1.5])
+    for seconds in (9.0, 1.3, 1.3):  # rows that were not seen before, the first of them late for some other reason
+        costs.record(2, 0, seconds)
+    assert costs(2, 0) == pytest.approx(1.3)
+    assert costs(1, 0) == pytest.approx(1.0)
 
 
 ONE = np.zeros(1, np.int64)  # the slot 0
