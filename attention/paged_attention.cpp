@@ -194,7 +194,7 @@ struct State {
     }
 };
 
-// The inner step of both products: each of `N` numbers times each of `V` vectors.
+// The inner step of both products: each of `N` vectors, in which one or two numbers repeat, times each of `V` others.
 template <int N, int V, typename Number, typename Vector>
 inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
     Floats factor[V];
@@ -208,8 +208,8 @@ inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
         UNROLL for (int v = 0; v < V; ++v) sum[n][v] = fma(number(n), factor[v], sum[n][v]);
 }
 
-// Brings rows into the first cache while others are worked on: line by line, as the processor drops what it is asked for
-// in bursts, and in the order in which they lie there, as its own prefetching expects it.
+// Brings rows into the first cache while others are worked on: line by line, as the processor drops what it is asked
+// for in bursts, and in the order in which they lie there, as its own prefetching expects it.
 struct Fetch {
     const char *const *row, *const *last;
     const char *at, *end;
@@ -349,7 +349,8 @@ private:
     };
 
     const Call& call;
-    const int dim, width, padded, share, item;  // width: vectors of a head; share: heads of a group; item: bytes
+    // width: vectors of a head; padded: their numbers; share: heads of a group; item: bytes of a number in the cache
+    const int dim, width, padded, share, item;
     std::vector<Group> groups;
     std::vector<Task> tasks;
     int64_t part_size = 0, work = 0;
@@ -437,8 +438,8 @@ private:
         }
     }
 
-    // Where the keys and values of a block are that the group sees, from position `begin` onwards, two by two. One that it
-    // does not see is taken to be where the other one is.
+    // Where the keys and values of a block are that the group sees, from position `begin` onwards, two by two. One that
+    // it does not see is taken to be where the other one is.
     void locate(const Group& group, int begin, Rows& rows) const {
         const int32_t* table = call.tables + group.row * call.table_width;
         const int stop = std::min(group.newest + 1, (begin / BLOCK + 1) * BLOCK);
@@ -474,7 +475,8 @@ private:
         const Floats* query = scratch.query.data();
         const float* converted[BLOCK];
         const float* const* keys = read(rows.keys, rows.count, scratch, converted);
-        const int columns = (vectors + 2) / 3, tiles = vectors == 1 ? (rows.count + 7) / 8 : (rows.count + 3) / 4 * columns;
+        const int columns = (vectors + 2) / 3;
+        const int tiles = vectors == 1 ? (rows.count + 7) / 8 : (rows.count + 3) / 4 * columns;
         Fetch fetch(next.keys, next.count, dim * item, tiles * (padded / 2));
         const auto tile = [&](auto n, auto v, int key, int column) {
             Floats* to = scores + key / 2 * vectors + column;
