@@ -1,13 +1,13 @@
 """Paged attention over block tables. Knows nothing of the engine."""
 
 from attention.backend import AttentionBackend, AttentionShape, AttentionSpec, Planless, UnsupportedAttentionError
-from attention.choice import ChoiceTable, read_lines
-from attention.cpu import CpuBackend
-from attention.cpu_native import NativeBackend
+from attention.cpu.native_backend import NativeBackend
+from attention.cpu.native_library import NoNativeError, native_library
+from attention.cpu.torch_backend import CpuBackend
 from attention.create import create_backend, flashinfer_backend
-from attention.flashinfer_guards import Machine
+from attention.flashinfer.choice import ChoiceTable, read_lines
+from attention.flashinfer.guards import Machine
 from attention.kv_cache import allocate_kv_cache, store_kv
-from attention.native import NoNativeError, native_library
 from attention.reference import ReferenceBackend
 from attention.types import AttnInputs, Bucket, KVLayout
 

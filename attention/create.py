@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterable
 
 from attention.backend import AttentionBackend, AttentionShape, UnsupportedAttentionError
-from attention.choice import ChoiceTable, Line
-from attention.cpu import CpuBackend
-from attention.cpu_native import NativeBackend
-from attention.flashinfer_guards import FA2, FA2_SPLIT, NAMES, XQA, Machine, missing, unsupported
-from attention.native import NoNativeError
-from attention.per_bucket import PerBucket
+from attention.cpu.native_backend import NativeBackend
+from attention.cpu.native_library import NoNativeError
+from attention.cpu.torch_backend import CpuBackend
+from attention.flashinfer.choice import ChoiceTable, Line
+from attention.flashinfer.guards import FA2, FA2_SPLIT, NAMES, XQA, Machine, missing, unsupported
+from attention.flashinfer.per_bucket import PerBucket
 from attention.reference import ReferenceBackend
 
 CPU_NAMES = ("cpu", "cpu_native", "cpu_torch")
@@ -69,7 +69,7 @@ def cpu_backend(shape: AttentionShape, native: bool | None = None) -> AttentionB
 
 def flashinfer_backend(table: ChoiceTable, in_flight: int) -> PerBucket:
     """FlashInfer for decode steps as `table` says, and for prefill if it can."""
-    from attention.flashinfer_prefill import Fa2Prefill
+    from attention.flashinfer.prefill import Fa2Prefill
 
     shape, machine = table.shape, table.machine
     prefill: AttentionBackend = ReferenceBackend()
@@ -82,8 +82,8 @@ def flashinfer_backend(table: ChoiceTable, in_flight: int) -> PerBucket:
 
 def decode_backend(name: str, shape: AttentionShape, machine: Machine) -> AttentionBackend:
     """The FlashInfer backend `name` for decode steps, unchecked."""
-    from attention.flashinfer_fa2 import Fa2Backend
-    from attention.flashinfer_xqa import XqaBackend
+    from attention.flashinfer.fa2 import Fa2Backend
+    from attention.flashinfer.xqa import XqaBackend
 
     return XqaBackend(shape) if name == XQA else Fa2Backend(shape, machine, split=name == FA2_SPLIT)
 

@@ -14,11 +14,12 @@ for _package in (graphs, attention):
             "remove that folder from the path or uninstall its distribution"
         )
 
-from graphspec.async_engine import AsyncEngine  # noqa: E402
-from graphspec.config import EngineConfig  # noqa: E402
-from graphspec.engine import Engine  # noqa: E402
-from graphspec.request import Completion, Logprob, SamplingParams, StepOutput, Usage  # noqa: E402
-from graphspec.stats import EngineStats  # noqa: E402
+from graphspec.engine.async_engine import AsyncEngine  # noqa: E402
+from graphspec.engine.engine import Engine  # noqa: E402
+from graphspec.engine.stats import EngineStats  # noqa: E402
+from graphspec.records.config import EngineConfig  # noqa: E402
+from graphspec.records.outputs import Completion, Logprob, StepOutput, Usage  # noqa: E402
+from graphspec.records.sampling_params import SamplingParams  # noqa: E402
 
 __all__ = [
     "AsyncEngine",

@@ -2,6 +2,6 @@
 
 import sys
 
-from graphspec.cli import main
+from graphspec.commands.main import main
 
 sys.exit(main())

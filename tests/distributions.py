@@ -8,7 +8,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from graphspec import SamplingParams
-from graphspec.state import SamplingRows
+from graphspec.sampling.rows import SamplingRows
 
 PLAIN = SamplingParams(temperature=0.8)
 FILTERS = [

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from attention.planner import PlanInfo, Problem, Schedule
+from attention.flashinfer.planner import PlanInfo, Problem, Schedule
 
 SOURCES = Path(__file__).parent / "flashinfer_cpu"
 WORKSPACE = 1 << 20

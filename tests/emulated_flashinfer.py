@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulated_fa2 import Emulation, HostPlanner
 
-from attention.planner import PlanInfo, Problem, Schedule
+from attention.flashinfer.planner import PlanInfo, Problem, Schedule
 
 HND, CAUSAL, NON_CAUSAL = 1, 1, 0  # FlashInfer's enums
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from graphspec.request import Request
-from graphspec.scheduler import Emission, Scheduler
-from graphspec.step import DecodeRows, PageTable, PrefillRows, RowResults, StepPlan, StepResult
+from graphspec.records.launch import DecodeRows, PageTable, PrefillRows, RowResults, StepPlan, StepResult
+from graphspec.records.request import Request
+from graphspec.scheduling.scheduler import Emission, Scheduler
 
 VOCAB = 50
 

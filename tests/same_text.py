@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from graphspec import SamplingParams
-from graphspec.sampling import PURPOSE_TARGET, gumbel, position_keys
-from graphspec.state import as_int32
+from graphspec.sampling.keyed_sampling import PURPOSE_TARGET, gumbel, position_keys
+from graphspec.sampling.rows import as_int32
 
 TOLERANCE = 1e-3
 

@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 
 from graphs.stream import release_openmp_team
 from graphspec import Engine, SamplingParams
-from graphspec.builtin_model import NAME
-from graphspec.config import DTYPES, resolve_device
-from graphspec.model import load_module, model_path
-from graphspec.request import kind_parts
-from graphspec.slots import PREFILL
+from graphspec.engine.resolve import DTYPES, resolve_device
+from graphspec.models.builtin import NAME
+from graphspec.models.loading import load_module, model_path
+from graphspec.records.sampling_params import kind_parts
+from graphspec.scheduling.slot_table import PREFILL
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -31,7 +31,7 @@ from serving_load import Served, capture_graphs, serve
 from speed_of_light import StepBound, measured_rates
 
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
 
 Setting = dict[str, Any]
 

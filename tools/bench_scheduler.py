@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from bench_common import provenance
 
-from graphspec.iteration import OUTPUT_HEADER
-from graphspec.request import Request, SamplingParams
-from graphspec.scheduler import Scheduler, SchedulerConfig
-from graphspec.staging import StagedStep, StagingRing, StagingSizes, read_rows
-from graphspec.step import StepPlan, StepResult
+from graphspec.execution.iteration import OUTPUT_HEADER
+from graphspec.execution.staging import StagedStep, StagingRing, StagingSizes, read_rows
+from graphspec.records.launch import StepPlan, StepResult
+from graphspec.records.request import Request
+from graphspec.records.sampling_params import SamplingParams
+from graphspec.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PAGE_SIZE, DEPTH = 16, 1
 

@@ -51,7 +51,7 @@ from speed_of_light import StepBound, measured_rates
 from step_parts import DeviceClock, HostClock, Parts
 
 from graphspec import Engine, EngineConfig
-from graphspec.sampling import SAMPLERS
+from graphspec.sampling.keyed_sampling import SAMPLERS
 
 MODES: dict[str, dict[str, Any]] = {
     "graph": {"compile": False},

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from graphspec.cli import _parser
+from graphspec.commands.main import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,7 +18,7 @@ def check_command(line: str, targets: set[str]) -> None:
         for word in (w for w in words[1:] if "=" not in w):
             assert word in targets, f"README names `make {word}`, which the Makefile lacks"
     if words[:1] == ["graphspec"]:
-        _parser().parse_args(words[1:])
+        parser().parse_args(words[1:])
     if words[:1] == ["python"] and len(words) > 1 and words[1].startswith("tools/"):
         assert (ROOT / words[1]).exists(), f"README names {words[1]}, which does not exist"
 

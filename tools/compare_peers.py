@@ -34,8 +34,8 @@ from peer_protocol import Answer, Peer
 from speed_of_light import ModelWork, StepBound, measured_rates
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from graphspec.model import model_path
-from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
+from graphspec.models.loading import model_path
 
 SETTLE_S = 0.5  # before a turn: threads of the peer before it stop spinning
 KV_MARGIN = 256  # tokens per request, for the granularity of pages

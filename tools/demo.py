@@ -9,9 +9,9 @@ import textwrap
 import transformers
 
 from graphspec import EngineConfig, SamplingParams
-from graphspec.builtin_model import NAME, builtin_model_path
-from graphspec.cli import RULE, Report, run, summary
-from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+from graphspec.commands.generate import RULE, Report, run, summary
+from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
+from graphspec.models.builtin import NAME, builtin_model_path
 
 SHOWN = 3  # answers printed in full
 

@@ -47,7 +47,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention import AttentionShape, AttentionSpec, Machine, create_backend
-from attention.flashinfer_guards import NAMES, missing, unsupported
+from attention.flashinfer.guards import NAMES, missing, unsupported
 from graphspec import Engine, EngineConfig, SamplingParams
 
 # Largest error of a bfloat16 attention output, as a share of the largest value: four units in the last place.

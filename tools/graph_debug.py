@@ -45,12 +45,12 @@ from graphs import (
 )
 from graphs.cuda import CudaCapture
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.adaptive import halving_tiers
-from graphspec.builtin_model import NAME
-from graphspec.iteration import DecodeInputs
-from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
-from graphspec.runner import decode_buckets, graph_plan
-from graphspec.sampling import SAMPLERS
+from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
+from graphspec.execution.iteration import DecodeInputs
+from graphspec.execution.runner import decode_buckets, graph_plan
+from graphspec.models.builtin import NAME
+from graphspec.records.config import halving_tiers
+from graphspec.sampling.keyed_sampling import SAMPLERS
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from peer_protocol import Answer, Request, Run, answer
 from serving_load import capture_graphs, serve
 
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.config import DTYPES, resolve_device
-from graphspec.model import load_module
+from graphspec.engine.resolve import DTYPES, resolve_device
+from graphspec.models.loading import load_module
 
 
 def start(first: Request) -> tuple[Run, str]:

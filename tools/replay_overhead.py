@@ -13,7 +13,7 @@ import torch
 from bench_common import Output, load, on_same_weights
 
 from graphspec import Engine, EngineConfig
-from graphspec.step import DecodeRows
+from graphspec.records.launch import DecodeRows
 
 COLUMNS = {
     "rows": "rows", "num_draft": "k", "staging_us": "staging us", "copy_us": "copy us",

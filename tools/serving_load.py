@@ -17,7 +17,7 @@ from bench_common import rest
 from step_parts import wrapped
 
 from graphspec import Engine, SamplingParams
-from graphspec.step import StepPlan, StepResult
+from graphspec.records.launch import StepPlan, StepResult
 
 Launch = tuple[StepPlan, StepResult]
 

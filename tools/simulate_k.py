@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from graphspec.request import Request, SamplingParams
-from graphspec.scheduler import Scheduler, SchedulerConfig
-from graphspec.step import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
+from graphspec.records.launch import DecodeRows, PrefillRows, RowResults, StepPlan, StepResult
+from graphspec.records.request import Request
+from graphspec.records.sampling_params import SamplingParams
+from graphspec.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PAGE_SIZE, LONGEST = 16, 4096
 
@@ -171,7 +172,7 @@ def num_right(token_ids: list[int], num_prompt: int, max_draft: int) -> list[int
 
     from graphspec import EngineConfig
     from graphspec.drafting import DraftInputs, NgramDrafter
-    from graphspec.verify import leading_matches
+    from graphspec.sampling.verification import leading_matches
 
     defaults, every = EngineConfig(), torch.tensor(token_ids)
     drafter = NgramDrafter(defaults.ngram_min, defaults.ngram_max)
@@ -189,7 +190,7 @@ def num_right(token_ids: list[int], num_prompt: int, max_draft: int) -> list[int
 def record_answers(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Answer the prompts, greedily."""
     from graphspec import Engine, EngineConfig
-    from graphspec.prompts import read_prompts
+    from graphspec.commands.prompt_files import read_prompts
 
     k, texts = max(args.tiers), [p for path in args.prompts_file for p in read_prompts(path, args.num_prompts)]
     with Engine.from_pretrained(args.model, EngineConfig(num_speculative_tokens=k, max_model_len=2048)) as engine:

@@ -38,9 +38,9 @@ from decode_load import Turn, decoding, prompts_of, timed_steps, tokens_needed
 from torch import nn
 
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.model import PagedModel
-from graphspec.packing import PackedLinears
-from graphspec.step import StepPlan, StepResult
+from graphspec.models.packed_linears import PackedLinears
+from graphspec.models.paged_model import PagedModel
+from graphspec.records.launch import StepPlan, StepResult
 
 PACKED_ITEM = 2  # bytes of a packed weight
 

@@ -27,9 +27,9 @@ import torch
 
 from graphs import CapturedGraph, CudaStream
 from graphspec import Engine
-from graphspec.iteration import DecodeInputs, Iteration, StepTensors
-from graphspec.runner import Launched
-from graphspec.staging import StagedStep
+from graphspec.execution.iteration import DecodeInputs, Iteration, StepTensors
+from graphspec.execution.runner import Launched
+from graphspec.execution.staging import StagedStep
 
 Parts = dict[str, float]  # seconds, in the order in which they happen
 

@@ -1,16 +1,18 @@
-"""Drafters, one file each, behind one protocol."""
+"""Drafters, one file each, behind one protocol: they propose the tokens that the next step verifies, on the device. It
+imports sampling and models; execution imports it. Start with protocol.py.
+"""
 
 import torch
 
-from graphspec.config import ResolvedConfig
 from graphspec.drafting.draft_model import DraftModelDrafter
 from graphspec.drafting.forced import ForcedDrafter
 from graphspec.drafting.ngram import NgramDrafter
 from graphspec.drafting.none import NoDrafter
 from graphspec.drafting.pool import NgramPool
 from graphspec.drafting.protocol import Drafter, DrafterBuffers, DraftInputs, Drafts, HistoryDrafter, PromptChunks
-from graphspec.model import PagedModel
-from graphspec.paging import Paging, attach_kv
+from graphspec.models.paged_model import PagedModel
+from graphspec.models.paging import Paging, attach_kv
+from graphspec.records.config import ResolvedConfig
 
 __all__ = [
     "DraftInputs",

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from attention import AttentionBackend, Bucket
 from graphspec.drafting.protocol import DrafterBuffers, DraftInputs, Drafts, HistoryDrafter, PromptChunks
-from graphspec.model import PagedModel
-from graphspec.paging import Paging
-from graphspec.processors import Context
+from graphspec.models.paged_model import PagedModel
+from graphspec.models.paging import Paging
+from graphspec.sampling.processors import Context
 
 
 class DraftModelDrafter(HistoryDrafter):

@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from attention import AttnInputs, Bucket
-from graphspec.row_sampler import RowSampler
+from graphspec.sampling.row_sampler import RowSampler
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 
 from graphs import Difference, compare_replay
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.builtin_model import NAME
-from graphspec.iteration import DecodeInputs
-from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
+from graphspec.execution.iteration import DecodeInputs
+from graphspec.models.builtin import NAME
 
 MAX_NUM_SEQS = 8
 PROMPTS = read_prompts(BUILTIN_PROMPTS)

@@ -20,9 +20,9 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from graphspec import Engine, EngineConfig, SamplingParams
-from graphspec.builtin_model import NAME
-from graphspec.model import load_module, model_path
-from graphspec.prompts import BUILTIN_PROMPTS, read_prompts
+from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
+from graphspec.models.builtin import NAME
+from graphspec.models.loading import load_module, model_path
 
 NUM_PROMPTS, NUM_TOKENS = 10, 64
 DRAFTERS = {0: ("none",), 1: ("ngram", "forced"), 4: ("ngram", "forced")}
