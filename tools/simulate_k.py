@@ -104,17 +104,17 @@ class RecordedDevice:
         return RowResults(ones, ones, rows.starts + rows.lengths - 1, 0 * ones, ones[:, None] + 2)
 
     def _decode(self, rows: DecodeRows) -> RowResults:
-        emitted, foreseen, computed = (np.zeros(len(rows.slots), np.int64) for _ in range(3))
+        emitted, matching, computed = (np.zeros(len(rows.slots), np.int64) for _ in range(3))
         for i, slot in enumerate(rows.slots.tolist()):
             answer, known = self._slots[slot]
             right = answer.right[known - 1] if known <= len(answer.right) else 0
             computed[i] = answer.prompt_tokens + known - 1
-            foreseen[i] = min(right, rows.num_draft + 1)
+            matching[i] = min(right, rows.num_draft + 1)
             emitted[i] = 1 + min(right, rows.num_draft)
             self._slots[slot] = answer, known + int(emitted[i])
         width = 1 + rows.num_draft
         tokens = np.where(np.arange(width) < emitted[:, None], 3, -1)
-        return RowResults(emitted, np.full(len(emitted), width), computed, foreseen, tokens)
+        return RowResults(emitted, np.full(len(emitted), width), computed, matching, tokens)
 
     def answer(self) -> int:
         """Requests that ended with the oldest launch."""

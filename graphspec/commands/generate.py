@@ -61,7 +61,7 @@ def run(
         started = time.perf_counter()
         completions = engine.generate(given, params, progress=progress)
         seconds = time.perf_counter() - started
-        explained = engine.explain_acceptance() if engine.config.explains else None
+        explained = engine.explain_acceptance() if engine.config.explains_acceptance else None
         return Report(prompts, completions, engine.stats(), seconds, explained, engine.step_costs())
 
 

@@ -227,7 +227,7 @@ class Engine:
             self._failure = failure
             raise
         waited = time.perf_counter() - started
-        idle = None if launched.plan.after_rest else launched.event.idle_before_seconds()
+        idle = None if launched.plan.after_idle else launched.event.idle_before_seconds()
         self._times.record_launch(launched.event.busy_seconds(), idle)
         return waited
 
@@ -362,7 +362,7 @@ class Engine:
 
         Raises ValueError unless `EngineConfig.explain_acceptance` is on and there are drafts.
         """
-        if not self.config.explains:
+        if not self.config.explains_acceptance:
             raise ValueError("nothing was measured: set explain_acceptance=True and num_speculative_tokens above 0")
         return self._scheduler.acceptance.report()
 

@@ -117,7 +117,7 @@ class Runner:
             drafter=self.drafter,
             paging=paging,
             vocab_size=vocab_size,
-            explains=config.explains,
+            explains=config.explains_acceptance,
         )
         sizes = StagingSizes(
             max_rows=user.max_num_seqs,
@@ -127,7 +127,7 @@ class Runner:
             scratch_slot=self._state.scratch_slot,
             scratch_page=config.num_pages,
             logprob_width=logprob_width(vocab_size),
-            rejection_width=REJECTION if config.explains else 0,
+            rejection_width=REJECTION if config.explains_acceptance else 0,
         )
         self._ring = StagingRing(sizes, user.depth, pin=device.type == "cuda")
         self.last_key: GraphKey | None = None

@@ -126,5 +126,5 @@ def read_rows(output: torch.Tensor, count: int, width: int, logprobs: torch.Tens
     if rest.shape[1]:
         gaps = np.ascontiguousarray(raw[:, OUTPUT_HEADER + width + 1]).view(np.float32)
         rejections = RejectionRows(rest[:, 0], gaps, rest[:, 2] > 0)
-    emitted, healthy, computed, foreseen = rows[:, :OUTPUT_HEADER].T
-    return RowResults(emitted, healthy, computed, foreseen, tokens, read, rejections)
+    emitted, healthy, computed, matching = rows[:, :OUTPUT_HEADER].T
+    return RowResults(emitted, healthy, computed, matching, tokens, read, rejections)

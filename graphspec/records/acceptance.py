@@ -31,7 +31,7 @@ WINDOW, COLLAPSE, WORTH_WATCHING = 500, 0.5, 0.1
 
 
 class RejectionRows(NamedTuple):
-    """About the first rejected draft of each of N rows, see `explain.rejection`."""
+    """About the first rejected draft of each of N rows, see `sampling.rejection.rejection`."""
 
     ranks: Counts  # [N]
     gaps: npt.NDArray[np.float32]  # [N]
@@ -44,14 +44,14 @@ class RejectionRows(NamedTuple):
 class VerifiedRows(NamedTuple):
     """N decode rows of one step that speculate."""
 
-    why: RejectionRows
+    rejections: RejectionRows
     accepted: Counts  # [N] drafts accepted before the stop rules
     delivered: Counts  # [N] and after them
     room: Counts  # [N] tokens that were left to the limit of the request
     context: Counts  # [N] tokens with KV before the step
 
     def take(self, rows: slice) -> VerifiedRows:
-        return VerifiedRows(self.why.take(rows), *(field[rows] for field in self[1:]))
+        return VerifiedRows(self.rejections.take(rows), *(field[rows] for field in self[1:]))
 
 
 class Loss(NamedTuple):

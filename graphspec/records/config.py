@@ -173,7 +173,7 @@ class ResolvedConfig:
         return self.user.speculation_tiers or halving_tiers(self.num_draft)
 
     @property
-    def explains(self) -> bool:
+    def explains_acceptance(self) -> bool:
         """Rejections are explained, where there are drafts to reject."""
         return self.user.explain_acceptance and self.num_draft > 0
 

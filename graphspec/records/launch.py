@@ -45,7 +45,7 @@ class Admission:
     rules: TokenRules
     seed: int
     index: int
-    salt: int  # stands for the cache salt of the request, see `pages.salt_word`
+    salt: int  # the cache salt of the request as a number, see `page_pool.salt_word`
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class PrefillRows:
     sampler: str
 
     @property
-    def sampling(self) -> IntArray:
+    def final_slots(self) -> IntArray:
         """Slots of the final chunks."""
         return self.slots[self.final]
 
@@ -95,7 +95,7 @@ class StepPlan:
     """One launch. Complete at birth: what the launch knew is kept with it until it is answered.
 
     `catch_up` are chunks of tokens that only the drafter has not read yet; a launch has them or prompt chunks.
-    `after_rest`: there was no request for a while before, so the device waited for one, and not for the host.
+    `after_idle`: there were no requests just before, so the time the device waited is not the fault of the host.
     """
 
     step: int
@@ -104,7 +104,7 @@ class StepPlan:
     decode: DecodeRows | None
     num_draft_next: int
     catch_up: PrefillRows | None = None
-    after_rest: bool = False
+    after_idle: bool = False
 
 
 class LogprobRows(NamedTuple):
@@ -132,12 +132,16 @@ class LogprobRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowResults:
-    """Answers of the sampling rows of one launch, in row order."""
+    """Answers of the sampling rows of one launch, in row order.
+
+    A step of k drafts samples at 1 + k positions, so it also tells whether a draft k + 1 of the slot would have been
+    right: `num_matching_drafts` counts up to that one, `num_emitted` only drafts that were verified.
+    """
 
     num_emitted: IntArray  # [N]
     num_healthy: IntArray  # [N] leading positions with a legal input id and finite logits
     computed: IntArray  # [N] tokens with KV before the step, as the device knew it
-    num_foreseen: IntArray  # [N] leading drafts of the slot that the target agreed with, verified or the one behind
+    num_matching_drafts: IntArray  # [N] leading drafts of the slot that the target would sample too, see above
     tokens: IntArray  # [N, W], -1 after the emitted ones
     logprobs: LogprobRows | None = None  # [N, W] of the emitted tokens
     rejections: RejectionRows | None = None  # of decode rows, if acceptance is to be explained
@@ -147,7 +151,7 @@ class RowResults:
             self.num_emitted[rows],
             self.num_healthy[rows],
             self.computed[rows],
-            self.num_foreseen[rows],
+            self.num_matching_drafts[rows],
             self.tokens[rows],
             None if self.logprobs is None else self.logprobs.take(rows),
             None if self.rejections is None else self.rejections.take(rows),

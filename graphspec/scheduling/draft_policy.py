@@ -97,9 +97,9 @@ class RunningAcceptance:
         """Another request has the slot."""
         self._own.seen[slot] = self._own.right[slot] = 0.0
 
-    def record(self, slots: IntArray, num_foreseen: IntArray, visible: int) -> None:
+    def record(self, slots: IntArray, num_matching_drafts: IntArray, visible: int) -> None:
         """Take in how many leading drafts were right, of rows whose first `visible` drafts could be judged."""
-        reached = num_foreseen[:, None] >= np.arange(visible + 1)
+        reached = num_matching_drafts[:, None] >= np.arange(visible + 1)
         self._all.add(np.s_[:visible], reached.sum(axis=0))
         self._own.add(np.s_[slots, :visible], reached)
 
@@ -183,7 +183,7 @@ class AdaptiveK:
         self._steps_left -= self._steps_left > 0 and k == self._probe
 
     def answered(
-        self, num_rows: int, k: int, seconds: float | None, slots: IntArray, num_foreseen: IntArray, visible: int
+        self, num_rows: int, k: int, seconds: float | None, slots: IntArray, num_matching_drafts: IntArray, visible: int
     ) -> None:
         """Learn from an answered step of `num_rows`: its device time, if nothing else ran in it, and the drafts of the
         rows that speculate, see `RunningAcceptance.record`."""
@@ -192,7 +192,7 @@ class AdaptiveK:
         if seconds is not None:
             self.costs.record(self._pad(num_rows), k, seconds)
         if visible:
-            self.acceptance.record(slots, num_foreseen, visible)
+            self.acceptance.record(slots, num_matching_drafts, visible)
 
 
 def step_towards(tiers: Sequence[int], current: int, wanted: int) -> int:

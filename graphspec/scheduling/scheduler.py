@@ -172,7 +172,7 @@ class Scheduler:
             if decode is not None:
                 fall_behind(table, decode.slots)
             if prefill is not None:
-                fall_behind(table, prefill.sampling)
+                fall_behind(table, prefill.final_slots)
         if decode is not None:
             self.policy.launched(num_draft)
         self._proposed = num_draft_next
@@ -354,8 +354,8 @@ class Scheduler:
         slots, rows = decode.slots[alive], rows.take(alive)
         visible = min(decode.num_draft + self.config.drafts_ahead, self.config.max_draft)
         speculate = table.speculates[slots]
-        foreseen = slots[speculate], rows.num_foreseen[speculate]
-        self.policy.answered(len(decode.slots), decode.num_draft, seconds, *foreseen, visible)
+        matching = slots[speculate], rows.num_matching_drafts[speculate]
+        self.policy.answered(len(decode.slots), decode.num_draft, seconds, *matching, visible)
 
     def _score_prompts(self, chunks: PrefillRows, logprobs: LogprobRows) -> None:
         """Hand the log-probabilities of prompt tokens to the requests that asked for them. Chunks of one request are
