@@ -109,7 +109,7 @@ class Variant:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.device, self.host = engine, DeviceClock(engine), HostClock(engine)
-        self.vocab_size = engine._intake._facts.vocab_size
+        self.vocab_size = engine._input_processor._facts.vocab_size
 
     def turn(self, case: Case, steps: int, into: Series) -> None:
         """Time steps as they are, then the host's parts, then, with nothing in flight, the device's."""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from graphs import StreamError, check_compiler
-from graphspec.engine.input_processor import Intake, Prompt
+from graphspec.engine.input_processor import InputProcessor, Prompt
 from graphspec.engine.resolve import DTYPES, free_memory, resolve, resolve_device
 from graphspec.engine.stats import EngineStats, LoopTimes, snapshot
 from graphspec.engine.watchdog import Watchdog
@@ -79,7 +79,7 @@ class Engine:
             self._runner = Runner(paged, self.config, device, draft)
             undo.pop_all()
         drafter = self._runner.drafter
-        self._intake = Intake(tokenizer, paged.facts, self.config)
+        self._input_processor = InputProcessor(tokenizer, paged.facts, self.config)
         self._synthetic = bool(drafter.forced_num_accepted)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -147,8 +147,8 @@ class Engine:
     def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], TokenRules]:
         """Token ids and rules of a request. Raises what `add_request` raises for it."""
         self._check_open()
-        token_ids = self._intake.encode(prompt)
-        return token_ids, self._intake.check(token_ids, params)
+        token_ids = self._input_processor.encode(prompt)
+        return token_ids, self._input_processor.check(token_ids, params)
 
     def _enqueue(
         self, token_ids: list[int], rules: TokenRules, params: SamplingParams, priority: int = 0, cache_salt: str = ""
@@ -164,11 +164,11 @@ class Engine:
                 seed=seed,
                 rank=rank_of(priority, self._num_arrived + index),
                 limit=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
-                stop_ids=self._intake.stop_ids(params),
+                stop_ids=self._input_processor.stop_ids(params),
                 index=index,
                 rules=rules,
                 cache_salt=cache_salt,
-                text=self._intake.text_stream(params),
+                text=self._input_processor.text_stream(params),
             )
             for index in range(params.n)
         ]
@@ -401,11 +401,11 @@ class Engine:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._intake.has_chat_template
+        return self._input_processor.has_chat_template
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, as `add_request` would read it. Raises ValueError without the tokenizer it needs."""
-        return self._intake.encode(prompt)
+        return self._input_processor.encode(prompt)
 
     def _check_open(self) -> None:
         if self._closed:

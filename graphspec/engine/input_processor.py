@@ -17,7 +17,7 @@ from graphspec.records.token_rules import TokenRules, spellings, token_rules
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
-class Intake:
+class InputProcessor:
     """Reads requests for one model. `tokenizer` is a transformers tokenizer or None."""
 
     def __init__(self, tokenizer: Any, facts: ModelFacts, config: ResolvedConfig) -> None:

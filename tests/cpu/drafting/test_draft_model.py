@@ -239,7 +239,7 @@ def test_vocabularies_padded_to_different_sizes_work(tmp_path: Path, tiny_checkp
 
     def run(target: str, **config: Any) -> tuple[list[list[int]], float]:
         with Engine.from_pretrained(target, EngineConfig(max_model_len=96, **config)) as engine:
-            every = [[*p, engine._intake._facts.vocab_size - 1] for p in prompts(4)]
+            every = [[*p, engine._input_processor._facts.vocab_size - 1] for p in prompts(4)]
             done = engine.generate(every, [greedy, sampled, greedy, sampled], progress=False)
             return [c.token_ids for c in done], engine.stats().draft_acceptance_rate
 

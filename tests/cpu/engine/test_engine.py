@@ -345,8 +345,8 @@ def test_stop_strings_and_min_tokens_cut_text_and_usage_alike(tiny_checkpoint: P
             assert (cut.text, cut.finish_reason) == (free.text[:first], "stop")
             assert kept.text == free.text[: first + 2]
             assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
-            assert stop in engine._intake._tokenizer.decode(cut.token_ids)
-            assert stop not in engine._intake._tokenizer.decode(cut.token_ids[:-1])
+            assert stop in engine._input_processor._tokenizer.decode(cut.token_ids)
+            assert stop not in engine._input_processor._tokenizer.decode(cut.token_ids[:-1])
             assert cut.usage.completion_tokens == len(cut.token_ids)
             pieces = [
                 o.new_text
