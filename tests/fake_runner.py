@@ -17,7 +17,8 @@ import numpy as np
 
 from graphspec.records.launch import DecodeRows, PageTable, PrefillRows, RowResults, StepPlan, StepResult
 from graphspec.records.request import Request
-from graphspec.scheduling.scheduler import Emission, Scheduler
+from graphspec.scheduling.result_processor import Emission
+from graphspec.scheduling.scheduler import Scheduler
 
 VOCAB = 50
 

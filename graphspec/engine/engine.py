@@ -34,7 +34,8 @@ from graphspec.records.outputs import Completion, FinishReason, StepOutput, Usag
 from graphspec.records.request import MAX_PRIORITY, Request, rank_of
 from graphspec.records.sampling_params import SamplingParams
 from graphspec.records.token_rules import TokenRules
-from graphspec.scheduling.scheduler import Emission, Scheduler, SchedulerConfig
+from graphspec.scheduling.result_processor import Emission
+from graphspec.scheduling.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
 

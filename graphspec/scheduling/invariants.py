@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,10 @@ from graphspec.records.request import Request
 from graphspec.scheduling.page_pool import PagePool
 from graphspec.scheduling.slot_table import FREE, PREFILL, SlotTable
 
-DESCRIBED = ("epoch", "settled", "prefilled", "placeholders", "sampling", "limit", "last_step", "num_pages")
+DESCRIBED = ("epoch", "settled", "prefilled", "placeholders", "min_in_flight", "limit", "last_step", "num_pages")
 
 
-def describe(table: SlotTable, pool: PagePool, waiting: list[Request]) -> dict[str, Any]:
+def describe(table: SlotTable, pool: PagePool, waiting: Collection[Request]) -> dict[str, Any]:
     """Queues, slots and pages in JSON types, for `Engine.dump_state`."""
     running = [
         {
@@ -32,21 +33,23 @@ def describe(table: SlotTable, pool: PagePool, waiting: list[Request]) -> dict[s
     return {"waiting": [r.request_id for r in waiting], "running": running, "pages": pages}
 
 
-def check(table: SlotTable, pool: PagePool, waiting: list[Request], in_flight: list[StepPlan], page_size: int) -> None:
+def check(
+    table: SlotTable, pool: PagePool, waiting: Collection[Request], in_flight: list[StepPlan], page_size: int
+) -> None:
     """Assert every invariant of queues, slots and pages, given the launches that are not answered yet."""
     pool.check(page for slot in range(table.num_slots) for page in table.pages(slot))
-    placeholders, sampling = np.zeros_like(table.placeholders), np.zeros_like(table.sampling)
+    placeholders, fewest = np.zeros_like(table.placeholders), np.zeros_like(table.min_in_flight)
     for plan in in_flight:
         if (p := plan.prefill) is not None:
             current = p.slots[p.final & (table.epoch[p.slots] == p.epochs)]
             placeholders[current] += 1
-            sampling[current] += 1
+            fewest[current] += 1
         if (d := plan.decode) is not None:
             current = d.slots[table.epoch[d.slots] == d.epochs]
             placeholders[current] += placeholders_of_decode(d.num_draft)
-            sampling[current] += 1
+            fewest[current] += 1
     assert (placeholders == table.placeholders).all(), "placeholders are not the sum over launches in flight"
-    assert (sampling == table.sampling).all(), "sampling launches are not the sum over launches in flight"
+    assert (fewest == table.min_in_flight).all(), "the fewest tokens in flight are not one per sampling launch"
     running = np.flatnonzero(table.phase != FREE)
     assert (table.settled[running] < table.limit[running]).all(), "a request runs past its limit"
     for slot in running.tolist():

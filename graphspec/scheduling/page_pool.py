@@ -131,7 +131,7 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def num_idle(self, pages: Iterable[int]) -> int:
+    def num_evictable(self, pages: Iterable[int]) -> int:
         """How many of `pages` count as available now and would no longer if they were shared."""
         return sum(page in self._cached for page in pages)
 

@@ -16,7 +16,7 @@ from graphspec.records.request import Request, rank_of
 from graphspec.records.sampling_params import SamplingParams
 from graphspec.records.text_stream import TextStream
 from graphspec.scheduling.scheduler import Scheduler, SchedulerConfig
-from graphspec.scheduling.slot_table import FREE, UNREAD_NONE
+from graphspec.scheduling.slot_table import FREE
 
 
 def scheduler_for(
@@ -112,17 +112,17 @@ class Harness:
         table, pool = self.scheduler.table, self.scheduler.pool
         assert pool.num_available == pool.num_pages
         assert (table.phase == FREE).all()
-        assert table.num_unused == table.num_slots
+        assert table.num_free == table.num_slots
         for array in (
             table.placeholders,
-            table.sampling,
+            table.min_in_flight,
             table.settled,
             table.num_pages,
-            table.cached,
-            table.published,
+            table.cached_pages,
+            table.published_pages,
         ):
             assert not array.any()
-        assert (table.unread == UNREAD_NONE).all()
+        self.scheduler.check([])
         assert (table.page_table == table.scratch_page).all()
         self.scheduler.reset_prefix_cache()
         assert (pool.num_known, len(pool._free), len(pool._page_of)) == (0, pool.num_pages, 0)
@@ -293,7 +293,7 @@ def test_a_stream_of_long_prompts_and_running_decodes_both_move_on() -> None:
         decoding = 0 if plan.decode is None else len(plan.decode.slots)
         assert decoding >= min(running, 1)
         running = decoding
-        if harness.scheduler.table.num_unused:
+        if harness.scheduler.table.num_free:
             assert plan.prefill is not None
             assert plan.prefill.lengths.sum() == 8
     harness.run(1)
