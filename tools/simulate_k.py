@@ -133,7 +133,7 @@ def simulate(
     scheduler, answers = Scheduler(limits), dict[int, Answer]()
     for size in (1, rows):  # what an engine measures when it starts
         for k in tiers:
-            scheduler.policy.costs.rehearsed(size, k, load.seconds(size, k))
+            scheduler.policy.costs.record_profiled(size, k, load.seconds(size, k))
     device = RecordedDevice(load, scheduler, answers, Machine(drift))
     tokens = 0
     for concurrency, wanted in phases:

@@ -100,7 +100,7 @@ class Engine:
             measured = self._runner.measure_steps()
             log.info("k is chosen among %s; steps measured as (rows, k, seconds): %s", self._runner.tiers, measured)
             for step in measured:
-                self._scheduler.policy.costs.rehearsed(*step)
+                self._scheduler.policy.costs.record_profiled(*step)
         self._in_flight: deque[Launched] = deque()
         self._requests: dict[str, list[Request]] = {}  # completions that have not ended
         self._undelivered: list[StepOutput] = []

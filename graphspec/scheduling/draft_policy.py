@@ -20,48 +20,49 @@ import numpy.typing as npt
 from graphspec.records.launch import IntArray
 
 MARGIN = 0.05  # a larger k must promise so much more before it is taken; a smaller one need not
-LEARNING_STEPS, PACE_STEPS = 8, 9  # after another k, from which its cost is learnt; of which the pace is the median
-FEW_STEPS = 3  # of a k at a number of rows, that are always learnt from
-HORIZON, OWN_HORIZON = 64.0, 32.0  # rows after which an observed acceptance counts for half, roughly; of one request
-PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # what is assumed of a draft before any was seen, and the rows that outweigh it
-OTHERS = 4.0  # rows of a request that outweigh what others had accepted
-PROBE_SHARE = 0.005  # of the time goes into trying a k that was not tried for long
-PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tries of one k, and until it is given up
+LEARNING_STEPS = 8  # of a k that was just chosen, from which its cost is learnt
+SLOWDOWN_STEPS = 9  # whose median is how slow the machine is now
+FEW_STEPS = 3  # the first of a k at a number of rows, which are always learnt from
+HORIZON, OWN_HORIZON = 64.0, 32.0  # rows after which what was observed counts for about half; of one request alone
+PRIOR_RATE, PRIOR_ROWS = 0.2, 2.0  # acceptance assumed before any draft was seen, and the rows that outweigh it
+OTHERS = 4.0  # rows of a request that count as much as the acceptance of all others
+PROBE_SHARE = 0.005  # of the time may be lost on trying a k that was not used for long
+PROBE_STEPS, PROBE_AGE, PROBE_PATIENCE = 3, 64, 32  # steps of a try, between tries of one k, until a try is given up
 
 
 class StepCosts:
     """What decode steps cost by rows and k, in seconds of the machine as it is.
 
-    Machines and contexts drift by more than what one k costs above another, and a k that is not used is not measured.
-    So costs are told apart from pace: what a step costs beside others is learnt from the first steps after another k,
-    at the pace of those before; what changes later is the pace, and that of all steps. Both are medians of the newest
-    measurements. A step that was not measured costs what its number of tokens suggests, between the measured ones;
-    before any was measured, all cost the same."""
+    The machine and the contexts change by more than what one k costs above another, and a k that is not used is not
+    measured. So a time is the product of two: the nominal cost of a step, which is learnt from the first steps after k
+    changed, and the slowdown of the machine, which is learnt from all later ones and applies to every step alike. Both
+    are medians of the newest measurements. The cost of a step that was not measured is interpolated by its number of
+    tokens between those that were; before any was measured, all cost the same."""
 
     def __init__(self) -> None:
         self._recent: dict[tuple[int, int], deque[float]] = {}
-        self._cost: dict[tuple[int, int], float] = {}  # at pace 1
-        self._paces: deque[float] = deque(maxlen=PACE_STEPS)
-        self._pace = 1.0
+        self._cost: dict[tuple[int, int], float] = {}  # at slowdown 1
+        self._slowdowns: deque[float] = deque(maxlen=SLOWDOWN_STEPS)
+        self._slowdown = 1.0
         self._k, self._steps = -1, 0  # the k of the newest steps, and how many they are
         self._num_steps: Counter[int] = Counter()  # by rows
 
-    def rehearsed(self, rows: int, k: int, seconds: float) -> None:
-        """Take in a step that was measured before serving, beside the others and often enough."""
+    def record_profiled(self, rows: int, k: int, seconds: float) -> None:
+        """Take in a step that was profiled before serving, when all were measured in turns."""
         for _ in range(FEW_STEPS):
             self._learn((rows, k), seconds)
 
     def record(self, rows: int, k: int, seconds: float) -> None:
-        """Take in a step that was served, in their order."""
+        """Take in the next step that was served."""
         self._steps = 1 + self._steps * (k == self._k)
         self._k = k
         self._num_steps[rows] += 1
         is_new = len(self._recent.get((rows, k), ())) < FEW_STEPS
-        if is_new or (self._paces and self._steps <= LEARNING_STEPS):
-            self._learn((rows, k), seconds / self._pace)
+        if is_new or (self._slowdowns and self._steps <= LEARNING_STEPS):
+            self._learn((rows, k), seconds / self._slowdown)
         else:
-            self._paces.append(seconds / self._cost[rows, k])
-            self._pace = statistics.median(self._paces)
+            self._slowdowns.append(seconds / self._cost[rows, k])
+            self._slowdown = statistics.median(self._slowdowns)
 
     def _learn(self, step: tuple[int, int], cost: float) -> None:
         recent = self._recent.setdefault(step, deque(maxlen=15))
@@ -74,9 +75,9 @@ class StepCosts:
         return [self(rows, k) for rows, _ in self._num_steps.most_common(1) for k in range(max_draft + 1)]
 
     def __call__(self, rows: int, k: int) -> float:
-        return self._pace * self._at_pace_1(rows, k)
+        return self._slowdown * self._nominal(rows, k)
 
-    def _at_pace_1(self, rows: int, k: int) -> float:
+    def _nominal(self, rows: int, k: int) -> float:
         if (rows, k) in self._cost:
             return self._cost[rows, k]
         if not self._cost:
@@ -87,14 +88,14 @@ class StepCosts:
 
 
 class RunningAcceptance:
-    """How often the draft at each position was right where all before it were: of each request, as far as it has shown,
-    and of all. The newest rows weigh most."""
+    """How often the draft at each position was right, given that all before it were: for each request, and for all of
+    them together. The newest rows weigh most."""
 
     def __init__(self, num_slots: int, max_draft: int) -> None:
         self._all, self._own = _Counts((max_draft,), HORIZON), _Counts((num_slots, max_draft), OWN_HORIZON)
 
     def begin(self, slot: int) -> None:
-        """Another request has the slot."""
+        """A new request has the slot."""
         self._own.seen[slot] = self._own.right[slot] = 0.0
 
     def record(self, slots: IntArray, num_matching_drafts: IntArray, visible: int) -> None:
@@ -104,8 +105,8 @@ class RunningAcceptance:
         self._own.add(np.s_[slots, :visible], reached)
 
     def expected(self, slots: IntArray) -> list[float]:
-        """Expected number of accepted drafts of the rows together, for k = 0, 1, ... A position without experience is
-        taken to be like the one before it, and a request without experience like the others."""
+        """Expected number of accepted drafts of the rows together, for k = 0, 1, ... A position that was
+        never judged is taken to be like the one before it, and a new request like all others."""
         rate, rates = PRIOR_RATE, list[float]()
         for seen, right in zip(self._all.seen.tolist(), self._all.right.tolist(), strict=True):
             rate = (right + PRIOR_ROWS * rate) / (seen + PRIOR_ROWS)
@@ -116,7 +117,7 @@ class RunningAcceptance:
 
 
 class _Counts:
-    """Drafts that were judged, and of these the right ones, which fade with a horizon."""
+    """Drafts that were judged, and those of them that were right; older ones fade away with a horizon."""
 
     def __init__(self, shape: tuple[int, ...], horizon: float) -> None:
         self.seen, self.right, self._horizon = np.zeros(shape), np.zeros(shape), horizon
@@ -130,7 +131,7 @@ class _Counts:
 
 
 class AdaptiveK:
-    """Chooses k among `tiers` (ascending). With one tier it is that one, and nothing is measured.
+    """Chooses k among `tiers` (ascending). With a single tier nothing is measured or chosen.
 
     `pad` gives the rows of the captured step that serves a batch.
     """
@@ -172,7 +173,7 @@ class AdaptiveK:
         loss = seconds * max(0.0, 1 - rate[oldest] / rate[current])
         if self._clock - self._used[oldest] < PROBE_AGE or loss > self._credit:
             return current
-        self._credit = min(self._credit - loss, seconds)  # what was not needed is not saved up for ever
+        self._credit = min(self._credit - loss, seconds)  # unused credit does not add up for ever
         self._probe, self._steps_left, self._patience = oldest, PROBE_STEPS, PROBE_PATIENCE
         return oldest
 

@@ -31,8 +31,8 @@ def test_a_step_costs_its_median_or_what_its_number_of_tokens_suggests() -> None
     costs = StepCosts()
     assert costs(4, 3) == costs(1, 0)  # nothing is known
     for seconds in (1.0, 50.0, 1.2):
-        costs.rehearsed(1, 0, seconds)
-    costs.rehearsed(4, 3, 4.2)
+        costs.record_profiled(1, 0, seconds)
+    costs.record_profiled(4, 3, 4.2)
     assert costs(1, 0) == 1.2
     assert costs(2, 3) == pytest.approx(1.2 + 3.0 * 7 / 15)
     costs.record(2, 3, 9.0)
@@ -42,7 +42,7 @@ def test_a_step_costs_its_median_or_what_its_number_of_tokens_suggests() -> None
 def test_a_machine_that_slows_down_makes_every_k_dearer_alike() -> None:
     costs = StepCosts()
     for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.5)):
-        costs.rehearsed(1, k, seconds)
+        costs.record_profiled(1, k, seconds)
     for _ in range(20):
         costs.record(1, 0, 2.0)
     assert [costs(1, k) for k in (0, 1, 3)] == pytest.approx([2.0, 2.2, 3.0])
@@ -93,7 +93,7 @@ def policy_with(costs: dict[int, float], rates: dict[int, float], drift: float =
     """A policy after 2,000 steps of 4 rows in a world of these costs and chances per position, and its choices."""
     policy, draw, chosen, slots = AdaptiveK(sorted(costs), 4, lambda rows: rows), random.Random(1), [], np.arange(4)
     for k, seconds in costs.items():  # on padding, which is not quite what is served
-        policy.costs.rehearsed(4, k, seconds * draw.uniform(0.95, 1.05))
+        policy.costs.record_profiled(4, k, seconds * draw.uniform(0.95, 1.05))
     pace = 1.0
     for step in range(2000):
         if step % 150 == 0:
