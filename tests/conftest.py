@@ -72,7 +72,7 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def checked(engine: Engine) -> list[StepOutput]:
         outputs = step(engine)
-        engine._scheduler.check([launched.plan for launched in engine._in_flight])
+        engine._scheduler.check([launched.plan for launched in engine._pipeline.in_flight])
         return outputs
 
     monkeypatch.setattr(Engine, "step", checked)

@@ -57,7 +57,7 @@ def decoding(engine: Engine, prompts: Sequence[list[int]], params: SamplingParam
 
 def timed_steps(engine: Engine, steps: int) -> Turn:
     """Run `steps` steps inside `decoding`."""
-    times = engine._times
+    times = engine._pipeline.times
     for series in (times.busy, times.idle, times.host):
         series.clear()
     emitted = sum(len(output.new_token_ids) for _ in range(steps) for output in engine.step())
@@ -67,5 +67,5 @@ def timed_steps(engine: Engine, steps: int) -> Turn:
 def set_depth(engine: Engine, depth: int) -> None:
     """Run ahead by `depth` from now on, at most by what the engine was made for: its arrays are enough for less. One
     engine then serves all depths on the same graphs and buffers."""
-    assert not engine._in_flight
+    assert not engine._pipeline.in_flight
     engine.config = replace(engine.config, user=replace(engine.config.user, depth=depth))

@@ -93,7 +93,7 @@ def serve(
 
 def totals(engine: Engine) -> dict[str, float]:
     """Counters of an engine since it was created."""
-    stats, times = engine.stats(), engine._times
+    stats, times = engine.stats(), engine._pipeline.times
     return {
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,

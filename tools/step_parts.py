@@ -139,10 +139,10 @@ class HostClock:
             (runner._ring, "take", "staging"),
             *((staged, "fill_decode", "staging") for staged in _staging_sets(engine)),
             (runner, "launch", "submit"),
-            (engine, "_wait", "wait for the device"),
+            (engine._pipeline, "_wait", "wait for the device"),
             (Launched, "result", "read-back"),
             (engine._scheduler, "commit", "commit"),
-            (engine, "_deliver", "detokenise"),
+            (engine._output_processor, "process", "detokenise"),
         ]
         if runner.device.type == "cuda":  # on the CPU the worker does this
             parts += [(runner.decode_step, "stage", "inputs"), (runner.decode_step.store, "replay", "lookup + launch")]

@@ -1,15 +1,18 @@
-"""What an engine accepts: prompts become token ids, and requests are refused before anything is touched."""
+"""From what users pass in to requests: prompts become token ids, and what cannot be served is refused."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from graphspec.models.paged_model import ModelFacts
 from graphspec.records.config import ResolvedConfig
+from graphspec.records.request import MAX_PRIORITY, Request, rank_of
 from graphspec.records.sampling_params import SamplingParams
 from graphspec.records.text_stream import TextStream
 from graphspec.records.token_rules import TokenRules, spellings, token_rules
@@ -17,11 +20,21 @@ from graphspec.records.token_rules import TokenRules, spellings, token_rules
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
+class ProcessedInput(NamedTuple):
+    """A request that can be served."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    rules: TokenRules
+
+
 class InputProcessor:
-    """Reads requests for one model. `tokenizer` is a transformers tokenizer or None."""
+    """Reads requests for one model and numbers them. `tokenizer` is a transformers tokenizer or None."""
 
     def __init__(self, tokenizer: Any, facts: ModelFacts, config: ResolvedConfig) -> None:
         self._tokenizer, self._facts, self._config = tokenizer, facts, config
+        self._seeds = random.Random(config.user.seed)
+        self._num_requests = self._num_completions = 0
 
     @property
     def has_chat_template(self) -> bool:
@@ -42,17 +55,49 @@ class InputProcessor:
         text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def text_stream(self, params: SamplingParams) -> TextStream | None:
+    def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+        """Read and check a request. Raises ValueError, in one sentence, for one that cannot be served."""
+        token_ids = self.encode(prompt)
+        return ProcessedInput(token_ids, params, self._check(token_ids, params))
+
+    def completions(self, given: ProcessedInput, *, priority: int = 0, cache_salt: str = "") -> list[Request]:
+        """The `n` completions of a request, which share its id and its seed. The first one that runs publishes the
+        pages of the prompt, and the others find them in the prefix cache."""
+        if not -MAX_PRIORITY < priority < MAX_PRIORITY:
+            raise ValueError(f"priority must lie between -2**20 and 2**20, got {priority}")
+        token_ids, params, rules = given
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        completions = [
+            Request(
+                request_id=str(self._num_requests),
+                prompt_ids=token_ids,
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
+                seed=seed,
+                rank=rank_of(priority, self._num_completions + index),
+                limit=min(len(token_ids) + params.max_tokens, self._config.max_model_len),
+                stop_ids=self._stop_ids(params),
+                index=index,
+                rules=rules,
+                cache_salt=cache_salt,
+                text=self._text_stream(params),
+            )
+            for index in range(params.n)
+        ]
+        self._num_requests += 1
+        self._num_completions += params.n
+        return completions
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
         """What turns the tokens of one completion into text; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return TextStream(self._tokenizer, params.stop, params.include_stop_str_in_output)
 
-    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids)
 
-    def check(self, token_ids: list[int], params: SamplingParams) -> TokenRules:
-        """Raise ValueError, in one sentence, for a request that cannot be served; return its rules."""
+    def _check(self, token_ids: list[int], params: SamplingParams) -> TokenRules:
+        """Raise ValueError for a request that cannot be served; return its rules."""
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if (params.stop or params.bad_words) and self._tokenizer is None:
@@ -67,7 +112,7 @@ class InputProcessor:
             allowed=params.allowed_token_ids,
             bias=params.logit_bias,
             bad_words=bad_words,
-            held_ids=self.stop_ids(params) if params.min_tokens else (),
+            held_ids=self._stop_ids(params) if params.min_tokens else (),
             until=len(token_ids) + params.min_tokens,
         )
 

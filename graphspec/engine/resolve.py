@@ -1,4 +1,4 @@
-"""What the machine decides of a configuration: device, free memory, number of pages."""
+"""What the machine has to say about a configuration: whether it can do that, device, memory, number of pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from graphs import check_compiler
+from graphspec.models.packed_linears import check_batch_invariance, check_packing
 from graphspec.records.config import EngineConfig, ResolvedConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,6 +36,16 @@ def resolve(config: EngineConfig, *, model_limit: int, page_bytes: int, free_byt
         history_width=history_width,
         table_width=-(-history_width // config.page_size),
     )
+
+
+def check_machine(config: EngineConfig, device: torch.device) -> None:
+    """Raise, in one sentence and before anything is loaded, if this machine cannot do what `config` asks for."""
+    if config.compile:
+        check_compiler(device)
+    if config.pack_weights:
+        check_packing(device)
+    if config.batch_invariant:
+        check_batch_invariance(device)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -24,9 +24,10 @@ class LoopTimes:
     num_launches: int = 0
     total_busy: float = 0.0
     total_idle: float = 0.0  # device waiting for the host between launches
+    total_wait: float = 0.0  # host waiting for the device
 
     def record_launch(self, busy: float, idle_before: float | None) -> None:
-        """`idle_before` is None after a rest: the device waited for a request then, not for the host."""
+        """`idle_before` is None if the device waited for a request before the launch, and not for the host."""
         self.busy.append(busy)
         self.total_busy += busy
         if idle_before is not None:

@@ -69,7 +69,7 @@ def test_no_more_than_max_pending_requests_are_unfinished() -> None:
         add = served._engine.add_request
 
         def counted(*args: Any, **kwargs: Any) -> str:
-            seen.append(len(served._engine._requests))
+            seen.append(len(served._engine._output_processor.unfinished))
             return add(*args, **kwargs)
 
         served._engine.add_request = counted  # type: ignore[method-assign]

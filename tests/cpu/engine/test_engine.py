@@ -110,19 +110,38 @@ def test_an_interrupted_generate_aborts_its_requests_and_the_engine_goes_on(
 ) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     other = engine.add_request(PROMPT[::-1], params)
-    deliver, interrupts = engine._deliver, [KeyboardInterrupt()]
+    process, interrupts = engine._output_processor.process, [KeyboardInterrupt()]
 
     def interrupted(emission: Any) -> StepOutput:
         if len(emission.request.output_ids) > 5 and interrupts:
             raise interrupts.pop()
-        return deliver(emission)
+        return process(emission)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_deliver", interrupted)
+        patch.setattr(engine._output_processor, "process", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([PROMPT, PROMPT], params, progress=False)
-    assert list(engine._requests) == [other]
+    assert list(engine._output_processor.unfinished) == [other]
     assert len(engine.generate([PROMPT], params, progress=False)[0].token_ids) == 30
+
+
+def test_an_interrupted_wait_loses_no_launch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = engine.generate([PROMPT], params, progress=False)[0].token_ids
+    wait, interrupts = CpuEvent.wait, [KeyboardInterrupt()]
+
+    def interrupted(event: CpuEvent) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        wait(event)
+
+    engine.add_request(PROMPT, params)
+    outputs = [output for _ in range(2) for output in engine.step()]
+    monkeypatch.setattr(CpuEvent, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    outputs += drain(engine)
+    assert [token for output in outputs for token in output.new_token_ids] == expected
 
 
 def test_prompts_may_be_arrays(engine: Engine) -> None:
@@ -234,7 +253,7 @@ def test_abort_at_any_moment_frees_everything_and_disturbs_nobody(engine: Engine
     outputs += drain(engine)
     assert [o.finish_reason for o in outputs if o.request_id == victim][-1:] == ["abort"]
     assert [t for o in outputs if o.request_id == survivor for t in o.new_token_ids] == alone.token_ids
-    while engine._in_flight:
+    while engine._pipeline.in_flight:
         engine.step()
     assert engine.stats().free_pages == 16
     assert not engine.abort("no such request")
@@ -317,7 +336,7 @@ def test_an_id_that_went_wrong_on_the_device_ends_one_request(engine: Engine) ->
     good = engine.generate([PROMPT], params, progress=False)[0].token_ids
     ids = [engine.add_request(PROMPT, params), engine.add_request(PROMPT[::-1], params)]
     outputs = [o for _ in range(3) for o in engine.step()]
-    victim = engine._requests[ids[1]][0].slot
+    victim = engine._output_processor.unfinished[ids[1]][0].slot
     assert victim is not None
     state = engine._runner._state
     engine._runner.on_stream(lambda: state.last_token.__setitem__(victim, -1))
@@ -388,7 +407,7 @@ def test_random_load_on_the_real_engine_gives_every_request_its_own_text() -> No
         )  # fmt: skip
         with Engine(model, config=config) as engine:
             for _ in range(150):
-                if rng.random() < 0.2 and len(engine._requests) < 9:
+                if rng.random() < 0.2 and len(engine._output_processor.unfinished) < 9:
                     prompt = [5, 6, 7, 8] * rng.randint(0, 3) + [
                         rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 6))
                     ]
@@ -397,8 +416,8 @@ def test_random_load_on_the_real_engine_gives_every_request_its_own_text() -> No
                         max_tokens=rng.randint(1, 40), temperature=0.8 * sampled, seed=len(requests)
                     )
                     requests[engine.add_request(prompt, params, priority=rng.randrange(2))] = (prompt, params)
-                if rng.random() < 0.03 and engine._requests:
-                    engine.abort(rng.choice(list(engine._requests)))
+                if rng.random() < 0.03 and engine._output_processor.unfinished:
+                    engine.abort(rng.choice(list(engine._output_processor.unfinished)))
                 if rng.random() < 0.02:
                     engine.reset_prefix_cache()
                 for output in engine.step():
@@ -450,10 +469,10 @@ def test_waiting_for_requests_is_no_waiting_for_the_host(depth: int, monkeypatch
     with Engine(tiny_model(), config=EngineConfig(depth=depth, max_num_seqs=2, max_model_len=64)) as engine:
         for _ in range(3):
             engine.generate([PROMPT], params, progress=False)
-        assert engine._times.total_idle == len(engine._times.idle) == engine.stats().num_steps - 3
+        assert engine._pipeline.times.total_idle == len(engine._pipeline.times.idle) == engine.stats().num_steps - 3
         engine.add_request(PROMPT, params)
         for _ in range(2):
             engine.step()
         assert engine.abort(engine.add_request(PROMPT, params))
         engine.generate([PROMPT], params, progress=False)
-        assert engine._times.total_idle == engine.stats().num_steps - 4
+        assert engine._pipeline.times.total_idle == engine.stats().num_steps - 4

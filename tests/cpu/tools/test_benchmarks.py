@@ -109,12 +109,14 @@ def test_the_clocks_account_for_the_whole_step(tool: Any) -> None:
                 with device.attached(), host.attached():
                     for _ in range(4):
                         found += engine.step()[0].new_token_ids
-                busy = list(engine._times.busy)[-4:]
+                busy = list(engine._pipeline.times.busy)[-4:]
                 assert [sum(parts.values()) for parts in device.steps] == pytest.approx(busy)
                 assert all(min(parts.values()) >= 0 for parts in (*device.steps, *host.steps))
-                assert engine._times.host[-1] < sum(host.steps[-1].values())  # which waits, too
+                assert engine._pipeline.times.host[-1] < sum(host.steps[-1].values())  # which waits, too
                 assert engine._runner.decode_step._iteration is before
-                assert not {"step", "_wait", "_deliver"} & set(vars(engine))
+                assert "step" not in vars(engine)
+                assert "_wait" not in vars(engine._pipeline)
+                assert "process" not in vars(engine._output_processor)
             while engine.has_unfinished_requests():
                 found += [token for output in engine.step() for token in output.new_token_ids]
         return found
