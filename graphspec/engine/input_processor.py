@@ -12,9 +12,9 @@ import torch
 
 from graphspec.models.paged_model import ModelFacts
 from graphspec.records.config import ResolvedConfig
+from graphspec.records.detokenizer import IncrementalDetokenizer
 from graphspec.records.request import MAX_PRIORITY, Request, rank_of
 from graphspec.records.sampling_params import SamplingParams
-from graphspec.records.text_stream import TextStream
 from graphspec.records.token_rules import TokenRules, spellings, token_rules
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -79,7 +79,7 @@ class InputProcessor:
                 index=index,
                 rules=rules,
                 cache_salt=cache_salt,
-                text=self._text_stream(params),
+                detokenizer=self._detokenizer(params),
             )
             for index in range(params.n)
         ]
@@ -87,11 +87,11 @@ class InputProcessor:
         self._num_completions += params.n
         return completions
 
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         """What turns the tokens of one completion into text; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        return TextStream(self._tokenizer, params.stop, params.include_stop_str_in_output)
+        return IncrementalDetokenizer(self._tokenizer, params.stop, params.include_stop_str_in_output)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._facts.eos_ids)

@@ -28,10 +28,10 @@ class OutputProcessor:
         """The output that tells a user of `emission`."""
         request, reason = emission.request, emission.finish_reason
         text = ""
-        if request.text is not None:
+        if request.detokenizer is not None:
             if not request.params.stop:  # the scheduler reads the text only to find stop strings
-                request.text.accept(emission.token_ids)
-            text = request.text.take(final=reason is not None)
+                request.detokenizer.update(emission.token_ids)
+            text = request.detokenizer.take_text(final=reason is not None)
         unfinished = self.unfinished[request.request_id]
         if reason is not None:
             unfinished.remove(request)
@@ -73,7 +73,7 @@ class OutputProcessor:
         return Completion(
             request_id=request.request_id,
             token_ids=request.output_ids,
-            text="" if request.text is None else request.text.text,
+            text="" if request.detokenizer is None else request.detokenizer.text,
             finish_reason=request.finish_reason,
             usage=Usage(len(request.prompt_ids), len(request.output_ids)),
             seed=request.seed,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphspec.records.acceptance import AcceptanceLog
+from graphspec.records.detokenizer import IncrementalDetokenizer
 from graphspec.records.outputs import FinishReason, TokenLogprobs
 from graphspec.records.sampling_params import SamplingParams
-from graphspec.records.text_stream import TextStream
 from graphspec.records.token_rules import NO_RULES, TokenRules
 
 # A priority stands above the order of arrival in `Request.rank`.
@@ -36,7 +36,7 @@ class Request:
     index: int = 0  # of `n` completions of the same prompt, which share request id and seed
     rules: TokenRules = NO_RULES
     cache_salt: str = ""  # shares cached prefixes only with requests of the same salt
-    text: TextStream | None = None
+    detokenizer: IncrementalDetokenizer | None = None  # None without a tokenizer
     page_hashes: list[bytes] = field(default_factory=list)  # chain over full pages, starting from hash_root
     hash_root: bytes = b""
     output_ids: list[int] = field(default_factory=list)

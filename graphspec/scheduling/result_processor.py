@@ -125,10 +125,10 @@ class ResultProcessor:
         """Tokens to keep of `new`, and the index of the one that stops: where a string ends, else `first_stop`."""
         request = self._table.request[slot]
         assert request is not None
-        assert request.text is not None
+        assert request.detokenizer is not None
         skip = max(0, request.params.min_tokens - len(request.output_ids) - 1)
-        kept = request.text.accept(new, skip)
-        return kept, kept - 1 if request.text.stopped else first_stop
+        kept = request.detokenizer.update(new, skip)
+        return kept, kept - 1 if request.detokenizer.stopped else first_stop
 
     def _emit(self, slots: IntArray, rows: RowResults, ends: _Ends) -> Settled:
         """Deliver the tokens that are kept, in short loops over rows, the only ones."""

@@ -11,10 +11,10 @@ import pytest
 from fake_runner import VOCAB, FakeRunner, true_token
 
 from graphspec.records.config import halving_tiers
+from graphspec.records.detokenizer import IncrementalDetokenizer
 from graphspec.records.launch import IntArray, StepPlan, StepResult
 from graphspec.records.request import Request, rank_of
 from graphspec.records.sampling_params import SamplingParams
-from graphspec.records.text_stream import TextStream
 from graphspec.scheduling.scheduler import Scheduler, SchedulerConfig
 from graphspec.scheduling.slot_table import FREE
 
@@ -182,7 +182,7 @@ class RandomLoad(Harness):
             stop=pick.choice([[], [], ["Z", chr(65 + pick.randint(3, VOCAB))]]),
         )
         request.cache_salt = pick.choice(["", "", "other"])
-        request.text = TextStream(ReversibleTokenizer(), request.params.stop)
+        request.detokenizer = IncrementalDetokenizer(ReversibleTokenizer(), request.params.stop)
         self.add(request)
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Text of a growing list of token ids: incremental detokenisation and stop strings. No torch."""
+"""Text of a growing list of token ids, and the stop strings in it. No torch."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 
 
-class TextStream:
-    """Incremental detokenisation that never emits half a character, nor text that may be the start of a stop string.
+class IncrementalDetokenizer:
+    """Never emits half a character, nor text that may be the start of a stop string. Works with any tokenizer that has
+    `decode`.
 
-    Only a short tail is decoded again per call: from `_prefix`, far enough back to see how tokens join, the text up to
-    `_read` is known, and `_ahead` characters behind it. A replacement character at the end waits for the bytes that
-    complete it. Works with any tokenizer that has `decode` (after the scheme of Hugging Face's
-    text-generation-inference).
+    Only a short tail is decoded again per call, as Hugging Face's text-generation-inference does it. The tail begins at
+    the id `_prefix_offset`, far enough back to see how tokens join. `text` covers the ids before `_read_offset` and the first
+    `_ahead` characters of the ids behind: a replacement character at the end may be half a character and waits.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), include_stop: bool = False) -> None:
         self._tokenizer = tokenizer
         self._stop, self._include_stop = tuple(stop), include_stop
         self._ids: list[int] = []
-        self._prefix = self._read = self._ahead = self._emitted = 0
+        self._prefix_offset = self._read_offset = self._ahead = self._emitted = 0
         self.text = ""
         self.stopped = False  # a stop string was found; `text` ends there
 
-    def accept(self, token_ids: list[int], skip: int = 0) -> int:
+    def update(self, token_ids: list[int], skip: int = 0) -> int:
         """Append `token_ids` and return how many count: up to and including the one that completes a stop string.
 
         Stop strings completed by the first `skip` tokens are ignored.
@@ -40,7 +40,7 @@ class TextStream:
                 return count
         return len(token_ids)
 
-    def take(self, *, final: bool) -> str:
+    def take_text(self, *, final: bool) -> str:
         """The text that became certain since the last call; `final` takes whatever is left."""
         if final and not self.stopped:
             self._feed([], final=True)
@@ -49,20 +49,15 @@ class TextStream:
         self._emitted = max(self._emitted, end)
         return piece
 
-    def push(self, token_ids: list[int], *, final: bool) -> str:
-        """`accept` and `take` in one call."""
-        self.accept(token_ids)
-        return self.take(final=final)
-
     def _feed(self, token_ids: list[int], *, final: bool) -> None:
         self._ids += token_ids
-        before = self._decode(self._ids[self._prefix : self._read])
-        now = self._decode(self._ids[self._prefix :])
+        before = self._decode(self._ids[self._prefix_offset : self._read_offset])
+        now = self._decode(self._ids[self._prefix_offset :])
         certain = now if final else now.rstrip(REPLACEMENT)
         self.text += certain[len(before) + self._ahead :]
         self._ahead = max(self._ahead, len(certain) - len(before))
         if certain == now and len(now) > len(before):
-            self._prefix, self._read, self._ahead = self._read, len(self._ids), 0
+            self._prefix_offset, self._read_offset, self._ahead = self._read_offset, len(self._ids), 0
 
     def _cut(self, before: int) -> bool:
         """End the text at the first stop string that reaches past its length `before`."""

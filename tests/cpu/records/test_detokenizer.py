@@ -10,7 +10,7 @@ from conftest import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.records.text_stream import REPLACEMENT, TextStream
+from graphspec.records.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
 EXACT = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -48,23 +48,28 @@ TEXTS = st.one_of(st.text(max_size=20), st.lists(WORDS, max_size=8).map("".join)
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=20)
 
 
-def pieces_of(stream: TextStream, ids: list[int], sizes: list[int]) -> list[str]:
-    """What the stream gives for `ids`, fed in chunks of `sizes` (repeated), and the final flush last."""
+def push(detokenizer: IncrementalDetokenizer, ids: list[int], *, final: bool) -> str:
+    detokenizer.update(ids)
+    return detokenizer.take_text(final=final)
+
+
+def pieces_of(detokenizer: IncrementalDetokenizer, ids: list[int], sizes: list[int]) -> list[str]:
+    """What the detokenizer gives for `ids`, fed in chunks of `sizes` (repeated), and the final flush last."""
     pieces, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
-        pieces.append(stream.push(ids[at : at + size], final=False))
+        pieces.append(push(detokenizer, ids[at : at + size], final=False))
         at, turn = at + size, turn + 1
-    return [*pieces, stream.push([], final=True)]
+    return [*pieces, push(detokenizer, [], final=True)]
 
 
 @EXACT
 @given(TOKENIZERS, TEXTS, SIZES)
 def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Any, text: str, sizes: list[int]) -> None:
     ids = tokenizer().encode(text, add_special_tokens=False)
-    stream = TextStream(tokenizer())
-    pieces = pieces_of(stream, ids, sizes)
-    assert "".join(pieces) == text == stream.text
+    detokenizer = IncrementalDetokenizer(tokenizer())
+    pieces = pieces_of(detokenizer, ids, sizes)
+    assert "".join(pieces) == text == detokenizer.text
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
     if REPLACEMENT not in text:
         assert pieces[-1] == "", "text that was certain waited for the end"
@@ -74,7 +79,7 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Any, text:
 @given(TOKENIZERS, st.lists(st.integers(0, 258), max_size=30), SIZES)
 def test_any_ids_join_to_their_full_decode(tokenizer: Any, ids: list[int], sizes: list[int]) -> None:
     """Random bytes with special tokens between them: invalid text too comes out as the full decode has it."""
-    pieces = pieces_of(TextStream(tokenizer()), ids, sizes)
+    pieces = pieces_of(IncrementalDetokenizer(tokenizer()), ids, sizes)
     assert "".join(pieces) == tokenizer().decode(ids, skip_special_tokens=True)
     assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1]), "these bytes might have become a character"
 
@@ -94,7 +99,7 @@ def word_tokenizer() -> Any:
 @EXACT
 @given(st.lists(st.integers(0, 7), max_size=20), SIZES)
 def test_spaces_between_words_survive_the_cut_into_pieces(ids: list[int], sizes: list[int]) -> None:
-    pieces = pieces_of(TextStream(word_tokenizer()), ids, sizes)
+    pieces = pieces_of(IncrementalDetokenizer(word_tokenizer()), ids, sizes)
     assert "".join(pieces) == word_tokenizer().decode(ids, skip_special_tokens=True)
 
 
@@ -103,7 +108,7 @@ def test_spaces_between_words_survive_the_cut_into_pieces(ids: list[int], sizes:
 def test_truncated_bytes_come_with_the_final_flush_only(text: str, last: str, cut: int, sizes: list[int]) -> None:
     tokenizer, missing = byte_tokenizer(), min(cut, len(last.encode()) - 1)
     ids = tokenizer.encode(text + last, add_special_tokens=False)[:-missing]
-    pieces = pieces_of(TextStream(tokenizer), ids, sizes)
+    pieces = pieces_of(IncrementalDetokenizer(tokenizer), ids, sizes)
     assert text.startswith("".join(pieces[:-1]))
     assert "".join(pieces) == tokenizer.decode(ids)
     assert pieces[-1].endswith(REPLACEMENT)
@@ -117,7 +122,7 @@ def test_special_tokens_are_skipped_even_inside_a_character(
     ids = tokenizer().encode(text, add_special_tokens=False)
     for place in places:
         ids.insert(place, tokenizer().eos_token_id)
-    assert "".join(pieces_of(TextStream(tokenizer()), ids, sizes)) == text
+    assert "".join(pieces_of(IncrementalDetokenizer(tokenizer()), ids, sizes)) == text
 
 
 @st.composite
@@ -151,19 +156,19 @@ def test_text_ends_at_the_first_stop_string_and_shows_none_of_it(
     texts = [tokenizer().decode(ids[:n]).rstrip(REPLACEMENT) for n in range(len(ids) + 1)]
     found = stop_oracle(texts, stops, skip, include)
     count, expected = found or (len(ids), text)
-    stream, counted, shown = TextStream(tokenizer(), stops, include), 0, ""
+    detokenizer, counted, shown = IncrementalDetokenizer(tokenizer(), stops, include), 0, ""
     for size in sizes * len(ids):
-        if stream.stopped or counted == len(ids):
+        if detokenizer.stopped or counted == len(ids):
             break
-        counted += stream.accept(ids[counted : counted + size], max(0, skip - counted))
-        shown += stream.take(final=False)
+        counted += detokenizer.update(ids[counted : counted + size], max(0, skip - counted))
+        shown += detokenizer.take_text(final=False)
         assert expected.startswith(shown)
-        if not stream.stopped and not skip:
+        if not detokenizer.stopped and not skip:
             held = [n for s in stops for n in range(len(s)) if texts[counted].endswith(s[:n])]
             assert shown == texts[counted][: len(texts[counted]) - max(held)]
-    assert shown + stream.take(final=True) == stream.text == expected
-    assert (counted, stream.stopped) == (count, found is not None)
-    assert stream.take(final=True) == ""
+    assert shown + detokenizer.take_text(final=True) == detokenizer.text == expected
+    assert (counted, detokenizer.stopped) == (count, found is not None)
+    assert detokenizer.take_text(final=True) == ""
 
 
 class RawBytes:
@@ -177,19 +182,19 @@ class RawBytes:
 
 
 def test_a_stop_string_before_a_truncated_character_ends_the_text() -> None:
-    stream = TextStream(RawBytes(b"one", b".\xe2"), stop=["."])
-    assert stream.push([0, 1], final=True) == "one"
-    assert stream.stopped
+    detokenizer = IncrementalDetokenizer(RawBytes(b"one", b".\xe2"), stop=["."])
+    assert push(detokenizer, [0, 1], final=True) == "one"
+    assert detokenizer.stopped
 
 
 def test_held_back_text_is_shown_as_soon_as_the_stop_string_cannot_come() -> None:
     """Across tokens and inside a character; the end shows what still waits."""
-    stream = TextStream(RawBytes(b"a", b"b\xc3", b"\xa9", b"!"), stop=["ab\u00e9!", "?"])
-    assert [stream.push([i], final=False) for i in (0, 1, 2, 0, 1, 2)] == ["", "", "", "ab\u00e9", "", ""]
-    assert stream.push([], final=True) == "ab\u00e9"
-    stream = TextStream(RawBytes(b"a", b"b\xc3", b"\xa9", b"!"), stop=["ab\u00e9!", "?"])
-    assert [stream.push([i], final=False) for i in (3, 0, 1, 2, 3)] == ["!", "", "", "", ""]
-    assert (stream.stopped, stream.push([], final=True)) == (True, "")
+    detokenizer = IncrementalDetokenizer(RawBytes(b"a", b"b\xc3", b"\xa9", b"!"), stop=["ab\u00e9!", "?"])
+    assert [push(detokenizer, [i], final=False) for i in (0, 1, 2, 0, 1, 2)] == ["", "", "", "ab\u00e9", "", ""]
+    assert push(detokenizer, [], final=True) == "ab\u00e9"
+    detokenizer = IncrementalDetokenizer(RawBytes(b"a", b"b\xc3", b"\xa9", b"!"), stop=["ab\u00e9!", "?"])
+    assert [push(detokenizer, [i], final=False) for i in (3, 0, 1, 2, 3)] == ["!", "", "", "", ""]
+    assert (detokenizer.stopped, push(detokenizer, [], final=True)) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -197,12 +202,12 @@ def test_held_back_text_is_shown_as_soon_as_the_stop_string_cannot_come() -> Non
 )
 def test_a_stop_string_counts_if_it_is_completed_after_the_skipped_tokens(skip: int, count: int, text: str) -> None:
     """It may start among them."""
-    stream = TextStream(RawBytes(b"a", b"b"), stop=["ab"])
-    assert (stream.accept([0, 1, 0, 1], skip), stream.text, stream.stopped) == (count, text, skip < 4)
+    detokenizer = IncrementalDetokenizer(RawBytes(b"a", b"b"), stop=["ab"])
+    assert (detokenizer.update([0, 1, 0, 1], skip), detokenizer.text, detokenizer.stopped) == (count, text, skip < 4)
 
 
 def test_of_stop_strings_that_one_token_completes_the_first_start_counts_then_the_shorter() -> None:
     """The order in which they are given does not matter."""
     for stops in (["bc", "abcd", "ab"], ["abcd", "ab", "bc"]):
-        stream = TextStream(RawBytes(b"xabcd"), stops, include_stop=True)
-        assert (stream.push([0], final=False), stream.stopped) == ("xab", True)
+        detokenizer = IncrementalDetokenizer(RawBytes(b"xabcd"), stops, include_stop=True)
+        assert (push(detokenizer, [0], final=False), detokenizer.stopped) == ("xab", True)
