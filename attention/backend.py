@@ -21,11 +21,11 @@ from attention.types import AttnInputs, Bucket
 
 
 class UnsupportedAttentionError(ValueError):
-    """A backend cannot do what was asked of it; the sentence names one that can."""
+    """A backend cannot serve a shape; the sentence names one that can."""
 
 
 class AttentionSpec(NamedTuple):
-    """What a layer asks of attention besides its tensors."""
+    """The parameters of the attention of a layer."""
 
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 tokens before it; None = everything before it
@@ -61,7 +61,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Shown in logs and reports."""
 
     def plan(self, buckets: Sequence[Bucket], block_tables: torch.Tensor) -> None:
         """Get ready for decode steps of `buckets`. `block_tables` `[max rows, P]` int32 is the static tensor whose
@@ -92,7 +92,7 @@ class AttentionBackend(Protocol):
 
 
 class Planless:
-    """The parts of the protocol that a backend without a schedule leaves empty."""
+    """The parts of the protocol that do nothing in a backend without a schedule."""
 
     def plan(self, buckets: Sequence[Bucket], block_tables: torch.Tensor) -> None:
         pass

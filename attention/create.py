@@ -55,7 +55,7 @@ def create_backend(
 def cpu_backend(shape: AttentionShape, native: bool | None = None) -> AttentionBackend:
     """The one in C++ (`native`), the one on torch, or by default the first if it can be built here.
 
-    Raises UnsupportedAttentionError if it was asked for and cannot be.
+    Raises UnsupportedAttentionError if `native` is True and it cannot be built.
     """
     if native is False:
         return CpuBackend(shape)

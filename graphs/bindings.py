@@ -1,6 +1,6 @@
-"""torch's own Python functions in the place of dispatcher ops: the same ops, at half the price of a call.
+"""torch's own Python functions instead of dispatcher ops: the same ops, at half the time per call.
 
-Replays of small tensors are bound by the cost of calling an op from Python, and `torch.mul` costs half of what
+Replays of small tensors are bound by the time it takes to call an op from Python, and `torch.mul` takes half of what
 `torch.ops.aten.mul.Tensor` does. Which function stands for which op is found by calling it: it must reach the very op
 with the very arguments. Nothing is computed on the way.
 """

@@ -91,7 +91,8 @@ def capture(fn: Callable[[], Output], buffers: PersistentBuffers, *, key: Hashab
     """Capture `fn`, which takes its inputs from `buffers` and returns tensors.
 
     `fn` runs for real, once or more often, so the buffers must hold harmless inputs (padding). `backend` is
-    `create_backend(device)`: a record of aten ops on the CPU, a CUDA graph on CUDA, of compiled code if asked for.
+    `create_backend(device)`: a record of aten ops on the CPU, a CUDA graph on CUDA; with a `RegionCompiler`, of what it
+    compiled.
     Raises CaptureError, with the line and the remedy, for what no graph can hold.
     """
     buffers.freeze()

@@ -1,6 +1,6 @@
-"""CaptureGuard: watch a function run and list everything that a captured graph would not survive or would go stale on.
+"""CaptureGuard: watch a function run and list everything that may not be captured, or would go stale in a graph.
 
-The function runs eagerly, twice, so it is told apart what is the same in every run (and may be baked) from what is not.
+The function runs eagerly, twice: what is the same in both runs may be baked into a graph, what differs may not.
 Works on any device; on the CPU it finds what would break on CUDA. Under a `FakeTensorMode` it works on "cuda" tensors
 without a GPU and without computing anything; there a host read has no value to give, so a run ends at the first one.
 """
@@ -80,7 +80,7 @@ class CaptureGuard:
                 with torch.no_grad(), watcher.host, watcher:
                     watcher.output = fn()
             except Exception:
-                if not watcher.asked_fake_data():
+                if not watcher.ended_on_fake_data():
                     raise
                 return list(dict.fromkeys((*first.findings, *second.findings)))
         findings = [*first.findings, *_changes(first, second), *first.kept_alive(), *second.foreign()]
@@ -106,12 +106,12 @@ class _HostReads(TorchFunctionMode):
 
 
 class _Watcher(Recorder):  # type: ignore[no-untyped-call]
-    """A recorder that notes instead of refusing."""
+    """Notes a finding where a plain recorder raises."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.findings: list[Finding] = []
-        self.inside_op = False  # Python code inside a custom op is the op's own business
+        self.inside_op = False  # what the Python code of a custom op does is not captured
         self.host = _HostReads(self)
         self.output: Output = ()
         self._known = known
@@ -136,8 +136,8 @@ class _Watcher(Recorder):  # type: ignore[no-untyped-call]
                 self._fake |= isinstance(leaf, FakeTensor)
                 self._first_use.setdefault(id(leaf), (name, line))
 
-    def asked_fake_data(self) -> bool:
-        """Whether the last thing that happened was to ask fake tensors for what they do not have."""
+    def ended_on_fake_data(self) -> bool:
+        """Whether the run ended because it needed a value or a shape that fake tensors do not have."""
         return self._fake and bool(self.findings) and self.findings[-1].kind in ("host read", "dynamic shape")
 
     def execute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

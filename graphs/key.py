@@ -50,8 +50,8 @@ class BucketLadder:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Every key that can be asked for: a batch of 1 to `max_batch` rows, with each sampler, at each pair of k in
-    `drafts`, of the drafts that a step consumes and of those that it proposes.
+    """Every key that a step can have: a batch of 1 to `max_batch` rows, each sampler, and each pair of k in `drafts`,
+    the drafts that a step consumes and those that it proposes.
 
     Raises ValueError, with the list, for batch sizes that no rung holds and for rungs that no batch reaches.
     """
@@ -77,12 +77,12 @@ class GraphPlan:
         return self._keys(reversed(self.ladder.rungs))
 
     def check(self, captured: Collection[object]) -> None:
-        """Raise ValueError, with the list, if a step could ask for a key that is not in `captured`, or if a captured
-        key is one that no step can ask for."""
-        asked = set(self._keys(range(1, self.max_batch + 1)))
-        if missing := [key for key in self.all_keys() if key in asked and key not in captured]:
+        """Raise ValueError, with the list, if a step could have a key that is not in `captured`, or if no step can
+        have a key that is."""
+        possible = set(self._keys(range(1, self.max_batch + 1)))
+        if missing := [key for key in self.all_keys() if key in possible and key not in captured]:
             raise ValueError(f"no graph was captured for {_names(missing)}")
-        if unreachable := [key for key in captured if key not in asked]:
+        if unreachable := [key for key in captured if key not in possible]:
             raise ValueError(f"no step can ask for the graphs {_names(unreachable)}")
 
     def _keys(self, batches: Iterable[int]) -> list[GraphKey]:

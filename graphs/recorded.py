@@ -4,9 +4,8 @@ A record bakes what a CUDA graph bakes: Python values, control flow, and the add
 not make itself. What is forgotten here would be forgotten there, and a test without a GPU finds it. Recording costs
 about as much as running the function once.
 
-Two simplifications keep the record short, and neither can be seen from outside: views of outside tensors are taken
-once (an address does not change), and so are constants made of Python values alone (`arange`, `full`), unless the
-record writes to them.
+Two kinds of ops are folded, which nobody can see from outside: views of outside tensors are taken once (an address does
+not change), and so are constants made of Python values alone (`arange`, `full`), unless the record writes to them.
 
 Only ops of the dispatcher are seen. A kernel that is launched around it (raw Triton, a C extension) is not in the
 record: wrap it with `torch.library.custom_op`. `compare_replay` finds one that was missed.
@@ -27,7 +26,7 @@ from torch.utils.module_tracker import ModuleTracker
 from graphs.bindings import binding
 from graphs.capture import BakedValue, CaptureError, Output, as_tuple
 
-# Folded constants larger than this are made anew in every replay.
+# Larger constants are not folded: they would be kept in memory.
 MAX_FOLDED_BYTES = 1 << 20
 
 FACTORIES = {"aten::arange", "aten::full", "aten::ones", "aten::scalar_tensor", "aten::zeros"}
@@ -66,7 +65,7 @@ class Node:
         return (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
 
 
-# What puts other nodes in the place of a record's, once, before the first replay: takes the nodes, the Refs that are
+# Replaces the nodes of a record by others, once, before the first replay: takes the nodes, the Refs that are
 # returned, and the tensor behind a Ref (of the recording run; only its shape, layout and storage may be relied upon).
 Rewrite = Callable[[Sequence[Node], Sequence[Ref], Callable[[Ref], torch.Tensor]], list[Node]]
 
@@ -168,8 +167,8 @@ def record(fn: Callable[[], Output], rewrite: Rewrite | None = None) -> tuple[Re
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What an argument or a result of an op consists of, in order. A third of the time of a capture went into torch's
-    own functions for this, which know many more kinds of containers."""
+    """The leaves of an argument or a result of an op, in order. torch's own `tree_leaves` knows many more kinds of
+    containers and took a third of the time of a capture."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
@@ -180,7 +179,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same with `function` of each leaf."""
+    """`value` with `function` of each leaf in its place, as torch's `tree_map` does it."""
     if isinstance(value, (list, tuple)):
         items = [mapped(function, item) for item in value]
         return items if isinstance(value, list) else tuple(items)
@@ -190,7 +189,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def is_bookkeeping(func: Callable[..., Any]) -> bool:
-    """Ops that torch puts in or leaves out by itself: results that are still referenced come back detached."""
+    """Ops that torch inserts or omits by itself: results that are still referenced come back detached."""
     return func is torch.ops.aten.detach.default
 
 
@@ -223,8 +222,8 @@ def caller_line() -> str:
 
 
 def _fold(recorder: Recorder, outside: list[torch.Tensor]) -> tuple[dict[Ref, Ref], set[int]]:
-    """Values that are the same in every replay and that nothing writes to, moved to `outside`: old Ref -> new Ref, and
-    the indices of the nodes that made them."""
+    """Move values that are the same in every replay, and that nothing writes to, to `outside`. Returns old Ref -> new
+    Ref, and the indices of the nodes that are no longer needed."""
     folded: dict[Ref, Ref] = {}
     done: set[int] = set()
     for i, node in enumerate(recorder.nodes):

@@ -1,4 +1,4 @@
-"""All captured graphs of one owner: lookup by key, and what became of every step."""
+"""All captured graphs of one owner: lookup by key, and whether every step found its graph."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TIMELINE = 10_000  # steps that are remembered one by one
 
 
 def create_backend(device: torch.device, rewrite: Rewrite | None = None) -> Backend:
-    """What `capture` needs on `device`: CUDA graphs on CUDA, records elsewhere; of rewritten records with `rewrite`."""
+    """What `capture` needs on `device`: CUDA graphs on CUDA, records elsewhere. With `rewrite` of rewritten records."""
     return CudaCapture(device, rewrite) if device.type == "cuda" else partial(record, rewrite=rewrite)
 
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """What one graph costs and whether it earns it."""
+    """What one graph costs, and how often it is used."""
 
     key: Hashable
     num_replays: int
@@ -36,7 +36,7 @@ class LedgerLine:
 
 
 class GraphStore(Collection[Hashable]):
-    """Captured graphs by key, and the coverage of steps: which key, or why none.
+    """Captured graphs by key, and for every step which one it replayed, or why none.
 
     `backend` is what `capture` takes. `prepare` puts harmless inputs into the buffers; it runs before every capture,
     since capturing runs the function for real.

@@ -56,7 +56,7 @@ struct Strides {
     int64_t row, head, token;  // in elements; those of the last dimension are consecutive
 };
 
-// What attention/native.py passes, field by field.
+// What native_backend.py passes, field by field.
 struct Call {
     const float* query;               // [B, Hq, L, D]
     const void *key, *value;          // [B, Hkv, L, D], in the dtype of the cache
@@ -208,14 +208,14 @@ inline void multiply_add(Number number, Vector vector, Floats (&sum)[N][V]) {
         UNROLL for (int v = 0; v < V; ++v) sum[n][v] = fma(number(n), factor[v], sum[n][v]);
 }
 
-// Brings rows into the first cache while others are worked on: line by line, as the processor drops what it is asked
-// for in bursts, and in the order in which they lie there, as its own prefetching expects it.
+// Prefetches rows into the first cache while others are worked on: one cache line per call, because the processor drops
+// prefetches that come in bursts, and in the order of their addresses, which its own prefetching expects.
 struct Fetch {
     const char *const *row, *const *last;
     const char *at, *end;
-    int64_t bytes, pace;  // of a row; from one call to the next
+    int64_t bytes, pace;  // bytes of a row; distance from one call to the next
 
-    // All of `count` rows are asked for in about `calls` calls. Without any, the first is.
+    // All of `count` rows are prefetched in about `calls` calls. Without any, the first is.
     Fetch(const char* const* rows, int count, int64_t bytes, int64_t calls)
         : row(rows), last(rows + std::max(count - 1, 0)), at(*rows), end(at + bytes), bytes(bytes),
           pace((count * bytes + calls - 1) / calls) {}

@@ -1,6 +1,6 @@
 """What the layers of a step share on the CPU: which tokens are gathered, in which chunks, and what each query sees.
 
-Made on the host from lengths, which on the CPU it may read: only the opaque ops of `attention.cpu` call this.
+Made on the host, which may read the lengths on the CPU: only the opaque ops of `torch_backend.py` call this.
 """
 
 from __future__ import annotations

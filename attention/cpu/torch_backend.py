@@ -48,7 +48,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, shape: AttentionShape, native_reason: str | None = None) -> None:
-        self.native_reason = native_reason  # why it is not the one in C++, if that was wanted
+        self.native_reason = native_reason  # why the backend in C++ is not used, if it was wanted
         self._shape, self._layout = shape, Places(shape)
         self._windows = tuple(dict.fromkeys(spec.window for spec in shape.specs))
         self._places = torch.zeros((2, 0), dtype=torch.int64)  # of the new K and V, see `Places`

@@ -1,11 +1,11 @@
 """FlashInfer's FA2 kernel for decode steps, planned once before capture.
 
 Without a split of the keys the plan does not depend on lengths at all: right for every length, and fast once rows times
-KV heads fill the device. With a split, `attention.planner` recomputes the schedule on the device in every step.
+KV heads fill the device. With a split, `planner.Schedule` recomputes the schedule on the device in every step.
 
-Two tricks keep the host out. `paged_kv_indices` is the dense block table itself: `indptr` is the constant 0, P, 2P, ...
-And `last_page_len` is seq_len - (P - 1) * page_size, negative for short rows: the kernel adds (P - 1) * page_size to it
-in 32 bits, which gives seq_len again.
+Two tricks make the host unnecessary. `paged_kv_indices` is the dense block table itself: `indptr` is the constant 0, P,
+2P, ... And `last_page_len` is seq_len - (P - 1) * page_size, negative for short rows: the kernel adds
+(P - 1) * page_size to it in 32 bits, which gives seq_len again.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def unsupported(name: str, shape: AttentionShape, machine: Machine) -> str | Non
 
 def parse_plan(vector: Any, *, split: bool) -> PlanInfo:
     """The plan that a capture-time `plan` left in its wrapper. Raises UnsupportedAttentionError if its layout is not
-    the one that `attention.planner` writes to.
+    the one that `planner.Schedule` writes to.
 
     With `split` FlashInfer may still decide that the tiles alone fill the device and nothing is split.
     """

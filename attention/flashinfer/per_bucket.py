@@ -12,7 +12,7 @@ from attention.types import AttnInputs, Bucket
 
 
 class PerBucket:
-    """Sends every call to the backend of its bucket. Backends are made when the first bucket asks for them."""
+    """Sends every call to the backend of its bucket. A backend is created with the first bucket that uses it."""
 
     def __init__(
         self,

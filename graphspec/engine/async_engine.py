@@ -38,7 +38,7 @@ class AsyncEngine:
         self._pending = asyncio.Semaphore(max_pending)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._subscriptions: dict[str, _Subscription] = {}
-        self._encoding, self._ending = threading.Lock(), threading.Lock()
+        self._encode_lock, self._failure_lock = threading.Lock(), threading.Lock()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="graphspec-engine", daemon=True)
         self._thread.start()
@@ -111,11 +111,11 @@ class AsyncEngine:
         await asyncio.to_thread(self.close)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        with self._encoding:
+        with self._encode_lock:  # tokenizers are not thread-safe
             return self._engine.encode(prompt)
 
     def _send(self, command: Callable[[], None]) -> None:
-        with self._ending:
+        with self._failure_lock:
             self._check_running()
             self._commands.put(command)
 
@@ -128,21 +128,21 @@ class AsyncEngine:
     def _run(self) -> None:
         failure: BaseException = RuntimeError("it was closed")
         try:
-            while self._obey():
+            while self._run_commands():
                 self._deliver(self._engine.step())
         except BaseException as caught:
             failure = caught
-        with self._ending:
+        with self._failure_lock:
             self._failure = failure
-        while not self._commands.empty():  # requests that were sent too late get their answer too
+        while not self._commands.empty():  # a request that was sent too late must be refused, or it waits for ever
             if (command := self._commands.get()) is not None:
                 command()
         for own in self._subscriptions.values():
             own.loop.call_soon_threadsafe(own.outputs.put_nowait, failure)
         self._engine.close()
 
-    def _obey(self) -> bool:
-        """Run the commands that came in; wait for one if there is nothing to step. False: close."""
+    def _run_commands(self) -> bool:
+        """Run the commands that came in; wait for one if there is nothing to step. False once `close` was called."""
         if not self._engine.has_unfinished_requests() and self._commands.empty():
             self._engine.drain()
         while not self._commands.empty() or not self._engine.has_unfinished_requests():

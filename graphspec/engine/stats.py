@@ -11,7 +11,7 @@ from graphspec.scheduling.spec_stats import SpecStats
 
 
 def _recent() -> deque[float]:
-    return deque(maxlen=10_000)  # a serving process runs for ever
+    return deque(maxlen=10_000)  # bounded, as a serving process never ends
 
 
 @dataclass

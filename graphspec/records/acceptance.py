@@ -14,24 +14,24 @@ log = logging.getLogger(__name__)
 
 Counts = npt.NDArray[np.int64]
 
-# Why a verified draft was not delivered. Each has exactly one cause, the first that holds in this order.
+# Why a verified draft was not delivered. Each has exactly one cause, the first of these that applies.
 CAUSES = (
-    "past the limit",  # stands where max_tokens or max_model_len has ended the text
-    "past the stop",  # accepted, and cut by a stop rule before it
+    "past the limit",  # max_tokens or max_model_len has ended the text before it
+    "past the stop",  # accepted, but a stop rule has ended the text before it
     "after a rejection",  # an earlier draft of the row was rejected
-    "filler",  # the drafter had nothing to say
+    "filler",  # the drafter had no proposal for this position
     "forbidden",  # by a rule of the request: bad words, allowed ids, min_tokens
-    "sampled away",  # the likeliest token, but the noise of the request chose another
-    "differs",  # the target finds another token likelier
+    "sampled away",  # the most likely token, but the noise of the request chose another
+    "differs",  # the target finds another token more likely
 )
 
-# An alarm compares windows of so many verified rows with everything before them, and reports a series whose rate has
-# fallen below this share of its history, if that was ever worth watching.
-WINDOW, COLLAPSE, WORTH_WATCHING = 500, 0.5, 0.1
+# A series raises an alarm if the rate of its newest window falls below a share of the rate of all windows before,
+# unless that was too low to tell.
+WINDOW, COLLAPSE, WORTH_WATCHING = 500, 0.5, 0.1  # verified rows; share; lowest rate before
 
 
 class RejectionRows(NamedTuple):
-    """About the first rejected draft of each of N rows, see `sampling.rejection.rejection`."""
+    """The first rejected draft of each of N rows, see `sampling.rejection.rejection`."""
 
     ranks: Counts  # [N]
     gaps: npt.NDArray[np.float32]  # [N]
@@ -45,9 +45,9 @@ class VerifiedRows(NamedTuple):
     """N decode rows of one step that speculate."""
 
     rejections: RejectionRows
-    accepted: Counts  # [N] drafts accepted before the stop rules
-    delivered: Counts  # [N] and after them
-    room: Counts  # [N] tokens that were left to the limit of the request
+    accepted: Counts  # [N] drafts accepted, before the stop rules cut the row
+    delivered: Counts  # [N] drafts accepted, after that cut
+    room: Counts  # [N] tokens the request could still emit before its limit
     context: Counts  # [N] tokens with KV before the step
 
     def take(self, rows: slice) -> VerifiedRows:
@@ -55,10 +55,10 @@ class VerifiedRows(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Of drafts that the target found less likely than another token."""
+    """About the drafts that were rejected because the target finds another token more likely."""
 
     mean_rank: float
-    mean_gap: float  # probability of the likeliest token minus that of the draft
+    mean_gap: float  # probability of the most likely token minus that of the draft
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AcceptanceReport:
 
 
 class AcceptanceLog:
-    """Counts of all rows, or of those of one request. What `watch` notices is logged as a warning."""
+    """Counts for all rows, or for those of one request. Alarms of `watch` are logged as warnings."""
 
     def __init__(self, num_draft: int, watch: CollapseWatch | None = None) -> None:
         self._watch, self._alarms = watch, list[str]()
@@ -134,14 +134,14 @@ def classify(rows: RejectionRows, accepted: Counts, delivered: Counts, room: Cou
 
 
 class CollapseWatch:
-    """Compares the newest window of rows of a series with everything before it. There are as many series as names."""
+    """Compares the acceptance in the newest window of rows with everything before it, for several series of rows."""
 
     def __init__(self) -> None:
         self._series: dict[str, _Series] = {}
 
     def observe(self, rows: VerifiedRows, num_draft: int) -> list[str]:
-        """Take in rows: one series for every draft position, and one for every power of two that their contexts reach,
-        of the share of drafts accepted there. Returns what has collapsed, in words."""
+        """Take in rows, in one series per draft position and one per power of two of their context lengths. Returns one
+        sentence per series that has collapsed."""
         found = [
             self.add(f"draft {place}", float((rows.accepted > place).sum()), len(rows.accepted))
             for place in range(num_draft)
@@ -154,7 +154,7 @@ class CollapseWatch:
         return [alarm for alarm in found if alarm is not None]
 
     def add(self, name: str, hits: float, num_rows: int) -> str | None:
-        """Take in rows of one series; what to say when they fill a window that has collapsed against the history."""
+        """Take in rows of one series. Returns a sentence if they complete a window in which acceptance collapsed."""
         series = self._series.setdefault(name, _Series())
         series.hits += hits
         series.rows += num_rows
@@ -172,7 +172,7 @@ class CollapseWatch:
 
 @dataclass
 class _Series:
-    """Rows of the window that is being filled and of all before it, and what of their drafts was accepted."""
+    """Rows of the window that is being filled, those of all windows before it, and their accepted drafts."""
 
     hits: float = 0.0
     rows: int = 0

@@ -25,12 +25,12 @@ class EngineConfig:
                              (benchmarks: the text is not the model's); "auto" is "draft_model" if there is one, else
                              "ngram"
     draft_model              a causal LM with the same tokenizer: built-in name, folder or hub id
-    explain_acceptance       find out why drafts are rejected, see `Engine.explain_acceptance`; a little more to compute
-    draft_shares_noise       the draft model draws with the target's noise and processors; else its likeliest token
+    explain_acceptance       find out why drafts are rejected, see `Engine.explain_acceptance`; costs a little time
+    draft_shares_noise       the draft model samples with the target's noise and processors; else it is greedy
     ngram_min, ngram_max     shortest and longest n-gram that "ngram" matches
     ngram_pool               entries of a table in which "ngram" looks up what followed the same `ngram_max` tokens in
-                             other requests, where a request's own text has no match; 0 is off, and note what
-                             drafting/pool.py says about privacy
+                             other requests, where a request's own text has no match; 0 is off. What this means for
+                             privacy is said in drafting/pool.py
     depth                    launches in flight beyond the one whose answer is taken; 0 is synchronous, 1 the default
     page_size                tokens per KV page
     num_pages                KV pages; None: as many as max_num_seqs requests of max_model_len need, but at most
@@ -153,7 +153,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """The numbers the engine runs with, all decided. `user` is the configuration they come from."""
+    """The numbers the engine runs with, all decided. `user` is the configuration they follow from."""
 
     user: EngineConfig
     max_model_len: int
@@ -174,7 +174,7 @@ class ResolvedConfig:
 
     @property
     def explains_acceptance(self) -> bool:
-        """Rejections are explained, where there are drafts to reject."""
+        """Whether rejections are explained: only if there are drafts to reject."""
         return self.user.explain_acceptance and self.num_draft > 0
 
 

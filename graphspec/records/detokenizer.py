@@ -13,8 +13,8 @@ class IncrementalDetokenizer:
     `decode`.
 
     Only a short tail is decoded again per call, as Hugging Face's text-generation-inference does it. The tail begins at
-    the id `_prefix_offset`, far enough back to see how tokens join. `text` covers the ids before `_read_offset` and the first
-    `_ahead` characters of the ids behind: a replacement character at the end may be half a character and waits.
+    the id `_prefix_offset`, far enough back to see how tokens join. `text` covers the ids before `_read_offset` and
+    `_ahead` characters of those after it: a replacement character at the end may be half a character, and waits.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), include_stop: bool = False) -> None:

@@ -37,8 +37,8 @@ class StepOutput:
     new_text         never ends in half a character; joined over a completion it is its text
     index            which of the `n` completions
     finished         this is the last output of the request: all its completions have ended
-    logprobs         of the new tokens, if asked for
-    prompt_logprobs  if asked for, with the first output of completion 0
+    logprobs         of the new tokens, if requested
+    prompt_logprobs  if requested, with the first output of completion 0
     """
 
     request_id: str
@@ -62,8 +62,8 @@ class Completion:
     num_off_graph_steps  those of them that replayed no captured graph; `Engine.stats()` has the reasons
     synthetic       True when forced acceptance made the tokens: the text is then not the model's
     index           which of the `n` completions
-    logprobs        per output token, if asked for
-    prompt_logprobs per prompt token, if asked for, None for the first; with completion 0 only
+    logprobs        per output token, if requested
+    prompt_logprobs per prompt token, if requested, None for the first; with completion 0 only
     acceptance      of its drafts, if the engine explains it; None without a decode step
     """
 

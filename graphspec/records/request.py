@@ -10,7 +10,7 @@ from graphspec.records.outputs import FinishReason, TokenLogprobs
 from graphspec.records.sampling_params import SamplingParams
 from graphspec.records.token_rules import NO_RULES, TokenRules
 
-# A priority stands above the order of arrival in `Request.rank`.
+# In `Request.rank` the priority is in the bits above those of the order of arrival.
 MAX_PRIORITY = 1 << 20
 
 
@@ -40,13 +40,13 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)  # chain over full pages, starting from hash_root
     hash_root: bytes = b""
     output_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output, if `params` asks for them
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output, if `params` requests them
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of settled chunks
-    acceptance: AcceptanceLog | None = None  # if it is explained, from the first decode step on
+    acceptance: AcceptanceLog | None = None  # if rejections are explained, from the first decode step on
     finish_reason: FinishReason | None = None
-    slot: int | None = None  # while running
+    slot: int | None = None  # None while waiting and after the end
     num_preemptions: int = 0
-    num_decode_steps: int = 0  # of the slots it has left; `SlotTable` counts in the present one
+    num_decode_steps: int = 0  # in slots it has left; `SlotTable` counts those in its present slot
     num_off_graph_steps: int = 0
 
     @property
@@ -59,5 +59,5 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Positions of the prompt are still to be scored, so none of it may come from the cache."""
+        """Log-probabilities of the prompt are still to be computed, so none of it may come from the prefix cache."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)

@@ -16,7 +16,7 @@ MAX_LOGPROBS = 20
 
 
 class SamplerNeeds(enum.IntFlag):
-    """What a row asks of the sampler. The union over a batch chooses the kind of graph (`sampler_kind`)."""
+    """What a row needs of the sampler. The union over a batch decides the kind of sampler (`sampler_kind`)."""
 
     NOTHING = 0
     NOISE = 1  # noise over the whole vocabulary, no ordering
@@ -26,13 +26,13 @@ class SamplerNeeds(enum.IntFlag):
     LOGPROBS = 16
 
 
-@functools.cache  # asked in every step, and flags are slow
+@functools.cache  # looked up in every step, and operations on flags are slow
 def sampler_kind(needs: int) -> str:
     """The cheapest sampler that serves every row.
 
-    "greedy", "plain", "bounded" and "sorted" each serve what the ones before them serve. "+processors", "+logprobs" or
-    both come on top of the last two only, where the rest of a sampled step is cheap beside them: ten kinds instead of
-    sixteen, since every kind may be a captured graph at every number of rows.
+    Of "greedy", "plain", "bounded" and "sorted" each also serves what those before it serve. "+processors", "+logprobs"
+    or both exist with the last two only, where the rest of a sampled step costs little beside them: ten kinds instead
+    of sixteen, since every kind may be a captured graph at every number of rows.
     """
     extras = "+processors" * bool(needs & SamplerNeeds.PROCESSORS) + "+logprobs" * bool(needs & SamplerNeeds.LOGPROBS)
     if needs & SamplerNeeds.SORT:
@@ -43,7 +43,7 @@ def sampler_kind(needs: int) -> str:
 
 
 class KindParts(NamedTuple):
-    """A kind of sampler, taken apart."""
+    """What the name of a kind of sampler consists of."""
 
     base: str
     processors: bool

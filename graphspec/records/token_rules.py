@@ -1,4 +1,5 @@
-"""Which tokens a request may sample where: what allowed ids, bias, bad words and min_tokens come down to. No torch."""
+"""Which tokens a request may sample at which position: allowed ids, bias, bad words and min_tokens in one form. No
+torch."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Width and length of a slot's table of phrases. One-token phrases that hold for ever are no part of it.
+# Size of a slot's table of phrases. Bad words of one token are not in it: they are a bias of minus infinity.
 MAX_PHRASES, MAX_PHRASE_TOKENS = 128, 16
 
-ALWAYS = 1 << 40  # a place that no text reaches
+ALWAYS = 1 << 40  # a position that no text reaches
 
 
 @dataclass(frozen=True)
 class Phrase:
-    """The last of `token_ids` is forbidden where the others precede it, at absolute places below `until`."""
+    """The last of `token_ids` is forbidden where the others precede it, at absolute positions below `until`."""
 
     token_ids: tuple[int, ...]
     until: int = ALWAYS
@@ -22,7 +23,7 @@ class Phrase:
 
 @dataclass(frozen=True)
 class TokenRules:
-    """The rules of one request, in the form a slot holds them."""
+    """The rules of one request, in the form in which a slot keeps them."""
 
     allowed: tuple[int, ...] | None = None
     bias: tuple[tuple[int, float], ...] = ()
@@ -41,7 +42,7 @@ def token_rules(
     held_ids: Iterable[int],
     until: int,
 ) -> TokenRules:
-    """The rules of a request; `held_ids` cannot be sampled at places below `until`.
+    """The rules of a request; `held_ids` cannot be sampled at positions below `until`.
 
     Raises ValueError for more or longer phrases than a slot holds.
     """
