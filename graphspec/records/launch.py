@@ -1,12 +1,6 @@
-"""The records that pass between scheduler, runner and engine, and the glossary of acceptance. No torch.
+"""The records that pass between scheduler, runner and engine. No torch.
 
-num_draft      k, draft tokens per row in a step; it may change between steps, for the whole batch
-num_draft_next the k of the drafts that a step proposes, for the next one
-num_accepted   0..k, the drafts that were kept
-bonus          the one token the target adds after the accepted drafts, always exactly one
-num_emitted    num_accepted + 1
-placeholder    an output position that is scheduled but not yet answered: 1 + k per decode row, 1 for a final
-               prefill chunk, 0 for any other chunk
+Their words (k, bonus, emitted, placeholder, epoch ...) are defined in the glossary of docs/ARCHITECTURE.md.
 """
 
 from __future__ import annotations
