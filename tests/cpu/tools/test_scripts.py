@@ -192,3 +192,29 @@ def test_bad_arguments_end_a_script_with_one_sentence(
         tool(name).text(*small, *arguments)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("graphspec graphs plan --max-num-seqs 8   # words", ""),
+        ("graphspec --version", ""),
+        ("make demo TORCH_INDEX=somewhere", ""),
+        ("python tools/demo.py", ""),
+        ("graphspec graphs plan --no-such-option", "graphspec does not take"),
+        ("graphspec bench nothing", "graphspec does not take"),
+        ("graphspec bench", "graphspec does not take"),
+        ("make nothing", "which the Makefile lacks"),
+        ("python tools/nothing.py", "which does not exist"),
+    ],
+)
+def test_the_readme_check_knows_which_commands_exist(monkeypatch: pytest.MonkeyPatch, line: str, wrong: str) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    check_readme = importlib.import_module("check_readme")
+    page = f"Words and `{line}`.\n```sh\n{line}\n```\n```python\nmake nothing\n```\n"
+    assert list(check_readme.commands(page)) == [line, line]
+    if not wrong:
+        check_readme.check_command(line, {"demo"})
+        return
+    with pytest.raises(AssertionError, match=wrong):
+        check_readme.check_command(line, {"demo"})
