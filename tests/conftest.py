@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,18 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return outputs
 
     monkeypatch.setattr(Engine, "step", checked)
+
+
+@pytest.fixture
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Benchmarks take the machine for one that reads 1 GB/s and multiplies 1 GFLOP/s."""
+    from graphspec.commands.bench import speed_of_light
+
+    for rate in ("read_bandwidth", "matrix_rate"):
+        monkeypatch.setattr(speed_of_light, rate, lambda *_: 1e9)
+    speed_of_light.measured_rates.cache_clear()
+    yield
+    speed_of_light.measured_rates.cache_clear()
 
 
 @pytest.fixture(scope="session")

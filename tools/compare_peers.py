@@ -10,9 +10,9 @@ on a pipe, so drift of the machine meets all of them alike. Greedy; a request en
 
 Ratios are to the first peer in the same round: the median and the extremes. TTFT counts from when a request is taken
 up, TPOT per token after the first. `accepted` is tokens per step and request (vLLM counts steps that had a draft).
-`x plain light` is time per token over its bound without speculation, see speed_of_light.py, for all peers with weights
-read in --dtype. Texts of different engines part at near-ties of rounding; `same` is the share of requests whose tokens
-are those of the first peer.
+`x plain light` is time per token over its bound without speculation, see graphspec/commands/bench/speed_of_light.py,
+for all peers with weights read in --dtype. Texts of different engines part at near-ties of rounding; `same` is the
+share of requests whose tokens are those of the first peer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_common import Output, dtype_of, load_tokenizer, parser_for, percentile, progress, run
-from bench_plot import plot_bars
-from peer_protocol import Answer, Peer
-from speed_of_light import ModelWork, StepBound, measured_rates
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from graphspec.commands.bench.options import add_common, dtype_of, load_tokenizer, settle
+from graphspec.commands.bench.output import Output, percentile, progress
+from graphspec.commands.bench.peer import Answer, Peer
+from graphspec.commands.bench.plots import plot_bars
+from graphspec.commands.bench.speed_of_light import ModelWork, StepBound, measured_rates
+from graphspec.commands.command import Command, run_script
 from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
 from graphspec.models.loading import model_path
 
@@ -103,12 +105,13 @@ def measure(args: argparse.Namespace, prompts: list[list[int]], kv_token_bytes: 
         "max_model_len": longest, "concurrency": args.concurrency,
         "kv_bytes": 2 * kv_token_bytes * args.concurrency * (longest + KV_MARGIN),
     }  # fmt: skip
-    chosen, here = kinds(args), Path(__file__).parent
+    chosen, scripts = kinds(args), Path(__file__).parent / "lib"
     found: dict[Kind, list[Answer]] = {kind: [] for kind in chosen}
     with ExitStack() as running, progress((1 + args.rounds) * len(chosen), "turns") as bar:
         peers: dict[Kind, Peer] = {}
         for kind in chosen:  # one after another: two that load or compile would disturb nobody but themselves
-            peer = Peer(kind.name, kind.python, here / kind.script, environment(args.threads, kind.python))
+            own = environment(args.threads, kind.python)
+            peer = Peer.of_file(kind.name, kind.python, scripts / kind.script, own)
             peers[kind] = running.enter_context(peer)
             versions = peer.ask({**first, "num_draft": kind.num_draft})["versions"]
             peer.ask({"prompts": prompts[: args.concurrency], "max_tokens": 4})
@@ -149,7 +152,8 @@ def summary(runs: Sequence[Answer], first: Sequence[Answer], plain_token_s: floa
     }  # fmt: skip
 
 
-def work(args: argparse.Namespace) -> None:
+def run_command(args: argparse.Namespace) -> int:
+    settle(args)
     if args.dtype == "auto":
         args.dtype = str(dtype_of(args)).removeprefix("torch.")  # the same for all
     torch.set_num_threads(args.threads)
@@ -169,10 +173,8 @@ def work(args: argparse.Namespace) -> None:
         rates[kind.name] = {"tokens/s": result["tokens_per_s"]}
         config = {"peer": kind.name, "num_draft": kind.num_draft, "versions": found[kind][0]["versions"]}
         output.line(config, result)
-    rates = {
-        kind.name: {"tokens/s": summary(mine, first, plain_token_s)["tokens_per_s"]} for kind, mine in runs.items()
-    }
     plot_bars(args.plot, f"{len(prompts)} prompts, {args.concurrency} at once", "output tokens per second", rates)
+    return 0
 
 
 def cut(run: Answer, ends: frozenset[int]) -> Answer:
@@ -182,8 +184,8 @@ def cut(run: Answer, ends: frozenset[int]) -> Answer:
     return {**run, "token_ids": kept}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_for(__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
     parser.add_argument("--prompts-file", type=Path, default=BUILTIN_PROMPTS, help="text lines, or MT-bench jsonl")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=1, help="above 1 without prompt lookup, which serves one")
@@ -193,8 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vllm-python", help="a Python that has vLLM")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every peer")
     parser.add_argument("--rounds", type=int, default=3)
-    run("compare_peers", parser, work, arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_script("compare_peers", Command(__doc__, add_arguments, run_command), arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,73 +23,31 @@ import argparse
 import faulthandler
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_attention
-import bench_step
 import torch
-from attention_step import AttentionStep
-from bench_common import provenance
-from decode_load import decoding, timed_steps, tokens_needed
-from gpu_report import Report, Row, summary, tables
-from speed_of_light import StepBound, fields_of, measured_rates, seconds_of
-from supervised import LOST, supervise
-from torch import nn
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from transformers import AutoConfig, AutoModelForCausalLM
+from lib.gpu_engines import RandomModels, check_depth, check_graph, check_parts, check_step
+from lib.gpu_plan import MODELS, Plan
+from lib.gpu_report import Report, Row, summary, tables
+from lib.supervised import LOST, supervise
 
 from attention import AttentionShape, AttentionSpec, Machine, create_backend
 from attention.flashinfer.guards import NAMES, missing, unsupported
-from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.commands.bench import attention
+from graphspec.commands.bench.attention_step import AttentionStep
+from graphspec.commands.bench.speed_of_light import measured_rates, seconds_of
+from graphspec.commands.provenance import provenance
 
 # Largest error of a bfloat16 attention output, as a share of the largest value: four units in the last place.
 MAX_ERROR = 2.0**-6
 LENGTH_SETS = 6  # replays of one graph with new lengths and new inputs
-PROMPT = 32  # tokens before the decode steps that are timed
 OVERTIME_S = 20.0  # in which the check that runs when the budget is spent may end
-
-MODELS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {
-        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-    "Llama-3.1-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-    "Qwen3-8B": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to check: on a GPU, or in small on the CPU."""
-
-    device: torch.device
-    dtype: torch.dtype
-    models: tuple[str, ...]
-    rows: tuple[int, ...]
-    drafts: tuple[int, ...]
-    max_model_len: int
-    steps: int
-    compile: bool
-
 
 # Attention.
 
@@ -132,10 +90,10 @@ def check_lengths(plan: Plan, model: str, rows: int, query_len: int) -> Row:
     names = backends(plan, model)
     lengths = [max(query_len, plan.max_model_len // part) for part in (32, 8, 2, 1)]
     options = argparse.Namespace(backends=names, lengths=lengths, repeats=plan.steps)
-    taken = bench_attention.measure(options, shape, rows, query_len)
+    taken = attention.measure(options, shape, rows, query_len)
     lines = [
         {"backend": name, "rows": rows, "num_draft": query_len - 1, "length": length}
-        | bench_attention.line_of(shape, rates, rows, query_len, length, times, taken[names[0], length])
+        | attention.line_of(shape, rates, rows, query_len, length, times, taken[names[0], length])
         for (name, length), times in taken.items()
     ]
     return {"ok": True, "lengths": lines}
@@ -185,124 +143,6 @@ def usable(plan: Plan, model: str) -> list[str]:
     return [*(name for name in NAMES if unsupported(name, shape, machine) is None), "reference"]
 
 
-# Engines.
-
-
-class RandomModels:
-    """Models with random weights; only one is kept at a time."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._name, self._module = "", nn.Module()
-
-    def __call__(self, name: str) -> nn.Module:
-        if name != self._name:
-            self._name, self._module = "", nn.Module()
-            gc.collect()
-            torch.manual_seed(0)
-            config = AutoConfig.for_model(**MODELS[name], max_position_embeddings=2 * self._plan.max_model_len)
-            with torch.device(self._plan.device):
-                module = AutoModelForCausalLM.from_config(config, dtype=self._plan.dtype)
-            self._name, self._module = name, module.eval().requires_grad_(False)
-        return self._module
-
-
-def engine(models: RandomModels, plan: Plan, model: str, k: int, **config: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "num_speculative_tokens": k,
-        "max_num_seqs": max(plan.rows),
-        "max_model_len": plan.max_model_len,
-        "kv_memory_fraction": 0.5,
-        "capture": "lazy",
-        "compile": plan.compile,
-        **({} if k else {"drafter": "none"}),
-        **config,
-    }
-    return Engine(models(model), config=EngineConfig(**settings))
-
-
-def prompts(plan: Plan, model: str, count: int, length: int) -> list[list[int]]:
-    vocab = MODELS[model]["vocab_size"] - 10
-    return [[5 + (7 * i + (j * j) % 97) % vocab for j in range(length + i % 5)] for i in range(count)]
-
-
-def tokens(
-    models: RandomModels, plan: Plan, model: str, k: int, rows: int, **config: Any
-) -> tuple[list[list[int]], int]:
-    """Texts of `rows` requests, and the number of decode steps that left their graph."""
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(rows)]
-    with engine(models, plan, model, k, **config) as made:
-        done = made.generate(prompts(plan, model, rows, 40), params, progress=False)
-        return [c.token_ids for c in done], made.stats().off_graph_decode_steps
-
-
-def check_graph(models: RandomModels, plan: Plan, model: str, name: str, k: int, rows: int) -> Row:
-    on, off_graph = tokens(models, plan, model, k, rows, depth=0, attention_backend=name, compile=False)
-    eager, _ = tokens(models, plan, model, k, rows, depth=0, attention_backend=name, enforce_eager=True)
-    same = sum(a == b for a, b in zip(on, eager, strict=True))
-    return {"ok": same == rows and off_graph == 0, "same_texts": f"{same} of {rows}", "off_graph": off_graph}
-
-
-def check_depth(models: RandomModels, plan: Plan, model: str, drafter: dict[str, Any], k: int, rows: int) -> Row:
-    ahead, off_graph = tokens(models, plan, model, k, rows, depth=1, **drafter)
-    settled, _ = tokens(models, plan, model, k, rows, depth=0, **drafter)
-    same = sum(a == b for a, b in zip(ahead, settled, strict=True))
-    return {"ok": same == rows and off_graph == 0, "same_texts": f"{same} of {rows}", "off_graph": off_graph}
-
-
-def check_step(models: RandomModels, plan: Plan, model: str, k: int, rows: int, **config: Any) -> Row:
-    """Medians over steps in which `rows` requests decode."""
-    with engine(models, plan, model, k, depth=1, **forced(k), **config) as made:
-        params = SamplingParams(max_tokens=tokens_needed(k, plan.steps + 4), ignore_eos=True)
-        with decoding(made, prompts(plan, model, rows, PROMPT), params):
-            turn = timed_steps(made, plan.steps)
-            kernels = kernels_per_step(made) if plan.device.type == "cuda" else None
-        found = fields_of(turn, bound_of(plan, made), rows, k, PROMPT)
-    return {
-        "ok": True, "ms": found["step_ms"], "vs_light": found["vs_light"],
-        "token_vs_plain_light": found["token_vs_plain_light"], "gap_us": 1e6 * statistics.median(turn.idle),
-        "host_us": 1e6 * statistics.median(turn.host), "kernels": kernels,
-        "mode": mode_of(made), "step": {"model": model, "rows": rows, "num_draft": k, "context": PROMPT, **found},
-    }  # fmt: skip
-
-
-def check_parts(models: RandomModels, plan: Plan, model: str, k: int, rows: int, **config: Any) -> Row:
-    """The second turn: the first one captures."""
-    with engine(models, plan, model, k, depth=1, **forced(k), **config) as made:
-        case = bench_step.Case(rows, PROMPT, mode_of(made), k, "greedy", 1)
-        variant = bench_step.Variant(made)
-        turns = [bench_step.Series() for _ in range(2)]
-        for series in turns:
-            variant.turn(case, plan.steps, series)
-        found = bench_step.values(case, {case: turns[1]}, bound_of(plan, made))
-    return {
-        "ok": True, "ms": found["device_ms"], "total_of_parts_ms": found["apart_ms"],
-        "apart": {"model": model, **case._asdict(), **found},
-    }  # fmt: skip
-
-
-def forced(k: int) -> dict[str, Any]:
-    return {"drafter": "forced", "forced_num_accepted": k // 2} if k else {}
-
-
-def bound_of(plan: Plan, made: Engine) -> StepBound:
-    return StepBound.of(measured_rates(plan.device.type, plan.dtype), made)
-
-
-def mode_of(made: Engine) -> str:
-    return "compiled" if made.config.user.compile else "graph"
-
-
-def kernels_per_step(made: Engine) -> float:
-    """Kernels, copies and fills per step, counted by the profiler over four steps."""
-    steps = 4
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            made.step()
-        torch.cuda.synchronize()
-    return len([event for event in profile.events() or [] if event.device_type == DeviceType.CUDA]) / steps
-
-
 # The order of checks.
 
 Check = tuple[str, Callable[[], Row]]
@@ -316,7 +156,7 @@ def checks(plan: Plan) -> Iterator[Check]:
     high_k, few, some, many = max(plan.drafts), plan.rows[0], plan.rows[1], plan.rows[-1]
     one_k = plan.drafts[1]
 
-    def attention(model: str, rows: int, k: int) -> Iterator[Check]:
+    def attention_checks(model: str, rows: int, k: int) -> Iterator[Check]:
         for name in backends(plan, model):
             run = partial(check_attention, plan, model, name, rows, 1 + k)
             yield f"attention {name} {model} {rows} x {1 + k}", run
@@ -331,7 +171,7 @@ def checks(plan: Plan) -> Iterator[Check]:
         yield f"backends {model}", partial(check_backends, plan, model)
     for model in dict.fromkeys((first, big)):
         for rows in (few, some):
-            yield from attention(model, rows, high_k)
+            yield from attention_checks(model, rows, high_k)
     for name in backends(plan, first):
         yield f"graph = eager {name} {first}", partial(check_graph, models, plan, first, name, high_k, some)
     for drafter in ({"drafter": "ngram"}, {"drafter": "forced", "forced_num_accepted": high_k // 2}):
@@ -351,7 +191,7 @@ def checks(plan: Plan) -> Iterator[Check]:
     for model in (big, *others, first):  # the whole matrix
         for rows in plan.rows:
             for k in plan.drafts:
-                yield from attention(model, rows, k)
+                yield from attention_checks(model, rows, k)
                 yield step(model, rows, k)
 
 

@@ -1,4 +1,4 @@
-"""`graphspec generate`: answer prompts and show what speculation did."""
+"""Answer prompts and show what speculation did."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphspec.commands.command import Command
 from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
 from graphspec.engine.engine import Engine
 from graphspec.engine.input_processor import Prompt
@@ -164,6 +165,7 @@ def _as_json(report: Report, model: str, config: EngineConfig) -> dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `graphspec generate` takes."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     defaults = EngineConfig()
     add = parser.add_argument
     add("--model", default=BUILTIN_NAME, help="built-in name, local Hugging Face folder, or hub id")
@@ -222,3 +224,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--print-output", action="store_true", help="print every answer")
     add("--json", action="store_true", help="print one JSON object instead")
     add("--quiet", action="store_true", help="no progress bar")
+
+
+COMMAND = Command(__doc__, add_arguments, run_command)

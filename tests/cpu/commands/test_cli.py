@@ -1,21 +1,48 @@
-"""`graphspec generate`."""
+"""`graphspec` and `graphspec generate`."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from graphspec.commands.generate import hindsight
 from graphspec.commands.main import main
 from graphspec.commands.prompt_files import BUILTIN_PROMPTS, read_prompts
+from graphspec.commands.provenance import version_of
 from graphspec.records.acceptance import CAUSES, AcceptanceReport, Loss
 
 
 @pytest.fixture
 def base(tiny_checkpoint: Path) -> list[str]:
     return ["generate", "--model", str(tiny_checkpoint), "--max-tokens", "12", "--quiet", "--ignore-eos"]
+
+
+def test_version_names_everything_that_a_report_should(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(found) == ["graphspec", "torch", "transformers", "FlashInfer", "device"]
+    assert (found["torch"], found["transformers"]) == (torch.__version__, transformers.__version__)
+    if not torch.cuda.is_available():
+        assert re.fullmatch(r"cpu: .+, \d+ threads", found["device"])
+
+
+def test_version_says_none_for_what_is_not_installed() -> None:
+    assert version_of("no-such-distribution-of-graphspec") == "none"
+
+
+@pytest.mark.parametrize("group", [[], ["graphs"], ["bench"]])
+def test_without_a_subcommand_it_names_what_it_needs(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(group)
+    assert ended.value.code == 2
+    assert "required: COMMAND" in capsys.readouterr().err
 
 
 def test_statistics_are_the_ones_every_speculation_user_knows(

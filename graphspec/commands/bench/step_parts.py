@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from graphs import CapturedGraph, CudaStream
-from graphspec import Engine
+from graphspec.engine.engine import Engine
 from graphspec.execution.iteration import DecodeInputs, Iteration, StepTensors
 from graphspec.execution.runner import Launched
 from graphspec.execution.staging import StagedStep
@@ -56,11 +56,11 @@ class DeviceClock:
         self._names: list[str] = []
         self._stamps: list[tuple[str, float]] = []  # of the launch that runs now, CPU
         self._events: dict[str, torch.cuda.Event] = {}  # of the latest launch, CUDA
-        self._library = torch.library.Library("graphspec_tools", "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._library = torch.library.Library("graphspec_bench", "FRAGMENT")  # type: ignore[no-untyped-call]
         name = f"stamp_{next(_numbers)}"
         self._library.define(f"{name}(int part) -> ()")  # type: ignore[no-untyped-call]
         self._library.impl(name, self._stamp, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        self._op = getattr(torch.ops.graphspec_tools, name).default
+        self._op = getattr(torch.ops.graphspec_bench, name).default
         self.steps: list[Parts] = []
 
     def _begin(self, part: str) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_common import rest
-from step_parts import wrapped
-
-from graphspec import Engine, SamplingParams
+from graphspec.commands.bench.decode_load import rest
+from graphspec.commands.bench.step_parts import wrapped
+from graphspec.engine.engine import Engine
 from graphspec.records.launch import StepPlan, StepResult
+from graphspec.records.sampling_params import SamplingParams
 
 Launch = tuple[StepPlan, StepResult]
 

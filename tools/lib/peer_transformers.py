@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from peer_protocol import Answer, Request, Run, answer
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+if TYPE_CHECKING:
+    from graphspec.commands.bench.peer import Answer, Request, Run
 
 
 class Clock(StoppingCriteria):  # type: ignore[misc]
@@ -76,7 +78,3 @@ def generate(model: Any, prompts: list[list[int]], max_tokens: int, drafts: dict
         if count > 1:
             found["tpot"].append((last - clock.times[0]) / (count - 1))
     return len(clock.times)
-
-
-if __name__ == "__main__":
-    answer(start)

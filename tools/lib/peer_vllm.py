@@ -4,14 +4,15 @@ lengths that graphspec matches, no prefix cache, since the same prompts come eve
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peer_protocol import Answer, Request, Run, answer
+import vllm
+
+if TYPE_CHECKING:
+    from graphspec.commands.bench.peer import Answer, Request, Run
 
 
 def start(first: Request) -> tuple[Run, str]:
-    import vllm  # here, not above: what it prints when it is imported is no answer
-
     drafts: dict[str, Any] = {}
     if first["num_draft"]:
         ngram = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -58,7 +59,3 @@ def times(outputs: Any) -> Answer:
             if len(ids) > 1:
                 found["tpot"].append((kept.last_token_ts - kept.first_token_ts) / (len(ids) - 1))
     return found
-
-
-if __name__ == "__main__":
-    answer(start)

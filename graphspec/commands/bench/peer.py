@@ -1,5 +1,7 @@
-"""How `compare_peers.py` talks to a peer: JSON lines over the peer's stdin and stdout. Standard library only, since a
-peer runs in the Python that has its engine.
+"""Processes that are measured beside each other: JSON lines over a peer's stdin and stdout.
+
+A peer is a Python file with a function `start`. It is run by this file, which imports the standard library only, so a
+peer may live in a Python that has its engine and not this package. What the peers of `tools/compare_peers.py` say:
 
     first line    {"model": folder, "dtype": name, "max_model_len": n, "concurrency": n, "num_draft": k,
                    "kv_bytes": enough for the KV cache}
@@ -12,13 +14,14 @@ peer runs in the Python that has its engine.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,12 @@ from typing import Any
 Request = dict[str, Any]
 Answer = dict[str, Any]
 Run = Callable[[Request], Answer]
+Start = Callable[[Request], tuple[Run, str]]
 
 PATIENCE_S = 20.0  # for a peer to end by itself
 
 
-def answer(start: Callable[[Request], tuple[Run, str]]) -> None:
+def answer(start: Start) -> None:
     """The peer's side: `start` takes the first line and returns what takes the later ones, and its versions. What
     libraries print goes to stderr."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -49,16 +53,29 @@ def answer(start: Callable[[Request], tuple[Run, str]]) -> None:
         out.flush()
 
 
+def start_file(path: Path) -> Start:
+    """`start` of the peer in a file, which is imported with the first request: what it prints is no answer."""
+
+    def start(first: Request) -> tuple[Run, str]:
+        # As if Python had been started with that file. Modules beside this one would hide packages of the same name.
+        here = str(Path(__file__).parent)
+        sys.path[:] = [str(path.parent), *(entry for entry in sys.path if entry != here)]
+        found: tuple[Run, str] = importlib.import_module(path.stem).start(first)
+        return found
+
+    return start
+
+
 class Peer:
     """Our side of one peer in a process of its own. Use as a context manager."""
 
-    def __init__(self, name: str, python: str, script: Path, environment: Mapping[str, str]) -> None:
-        """Raises ValueError if there is no such Python."""
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Raises ValueError if there is no such program."""
         self.name = name
         self._log = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed with the peer)
         try:
             self._process = subprocess.Popen(
-                [python, str(script)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -66,7 +83,12 @@ class Peer:
                 text=True,
             )
         except OSError as caught:
-            raise ValueError(f'cannot start "{python}" for {name}: {caught.strerror}') from caught
+            raise ValueError(f'cannot start "{command[0]}" for {name}: {caught.strerror}') from caught
+
+    @staticmethod
+    def of_file(name: str, python: str, path: Path, environment: Mapping[str, str]) -> Peer:
+        """The peer in the file `path`, run by `python`."""
+        return Peer(name, [python, str(Path(__file__).resolve()), str(path.resolve())], environment)
 
     def ask(self, request: Request) -> Answer:
         """Raises ValueError, in one sentence, if the peer fails."""
@@ -103,3 +125,7 @@ class Peer:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+if __name__ == "__main__":
+    answer(start_file(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Plots of benchmarks, drawn without a display. matplotlib is optional: the extra "bench"."""
+"""Plots of benchmarks, drawn without a display. matplotlib is optional."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_plot(path: Path | None) -> None:
     if path.suffix != ".png" or not path.parent.is_dir():
         raise ValueError(f'--plot takes the name of a PNG file in a folder that exists, got "{path}"')
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--plot needs matplotlib: pip install -e ".[bench]"')
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot_lines(

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_attention
-import bench_step
-import speed_of_light
-from bench_common import cell
+from graphspec.commands.bench import attention, step
+from graphspec.commands.bench.output import cell
+from lib import light_table
 
 Row = dict[str, Any]
 
@@ -78,18 +77,18 @@ def brief(row: Row) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    attention = [line for row in rows for line in row.get("lengths", ())]
+    lengths = [line for row in rows for line in row.get("lengths", ())]
     steps = [row["step"] | {"mode": row["mode"]} for row in rows if "step" in row]
     parts = [row["apart"] for row in rows if "apart" in row]
-    light = {"model": "model", "mode": "mode", **speed_of_light.COLUMNS}
+    light = {"model": "model", "mode": "mode", **light_table.COLUMNS}
     found = [
-        ("Attention of one layer against length (bench_attention.py)", bench_attention.COLUMNS, attention),
+        ("Attention of one layer against length (bench_attention.py)", attention.COLUMNS, lengths),
         ("Steps and their bound (speed_of_light.py)", light, steps),
-        ("Steps taken apart (bench_step.py)", {"model": "model", **bench_step.COLUMNS}, parts),
+        ("Steps taken apart (bench_step.py)", {"model": "model", **step.COLUMNS}, parts),
     ]
     texts = [f"{title}\n\n{grid(columns, lines)}" for title, columns, lines in found if lines]
     named = [(f"{row['model']} {row['rows']}x{1 + row['num_draft']} {row['mode']}", row) for row in parts]
-    return "\n\n".join([*texts, *bench_step.parts_beside(named)])
+    return "\n\n".join([*texts, *step.parts_beside(named)])
 
 
 def grid(columns: Mapping[str, str], lines: Sequence[Row]) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from bench_common import rest, step_until_all_decode
-
-from graphspec import Engine, SamplingParams
+from graphs.stream import release_openmp_team
+from graphspec.engine.engine import Engine
+from graphspec.records.sampling_params import SamplingParams
+from graphspec.scheduling.slot_table import PREFILL
 
 MARGIN = 8  # launches of a turn that are not measured: they fill the pipeline, or were made ahead
 
@@ -69,3 +70,15 @@ def set_depth(engine: Engine, depth: int) -> None:
     engine then serves all depths on the same graphs and buffers."""
     assert not engine._pipeline.in_flight
     engine.config = replace(engine.config, user=replace(engine.config.user, depth=depth))
+
+
+def step_until_all_decode(engine: Engine) -> None:
+    """Until no request waits or has prompt left to compute."""
+    while engine._scheduler.waiting or (engine._scheduler.table.phase == PREFILL).any():
+        engine.step()
+
+
+def rest(engine: Engine) -> None:
+    """At the end of a turn: an engine that waits while others are measured keeps no OpenMP threads. Those of all count,
+    and with more of them than cores every parallel region sleeps at its barriers, see `release_openmp_team`."""
+    engine._runner.on_stream(release_openmp_team)

@@ -1,4 +1,4 @@
-"""What one replay costs the host before its kernels, per bucket: `bench_step.py --overhead`."""
+"""What one replay costs the host before its kernels, per bucket: `graphspec bench step --overhead`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_common import Output, load, on_same_weights
 
-from graphspec import Engine, EngineConfig
+from graphspec.commands.bench.options import load, on_same_weights
+from graphspec.commands.bench.output import Output
+from graphspec.engine.engine import Engine
+from graphspec.records.config import EngineConfig
 from graphspec.records.launch import DecodeRows
 
 COLUMNS = {

@@ -1,5 +1,5 @@
-"""One start of an engine, for `bench_startup.py`, which measures it in a process of its own. Says when each phase was
-over, on the clock that all processes of a machine share.
+"""One start of an engine, for `graphspec bench startup`, which measures it in a process of its own. Says when each
+phase was over, on the clock that all processes of a machine share.
 
     first line    {"model": name, "prompt": text, "config": fields of EngineConfig}
     answer        {"versions": "..."}
@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from peer_protocol import Answer, Request, Run, answer
+from graphspec.commands.bench.peer import Answer, Request, Run, answer
+from graphspec.commands.command import quiet_transformers
+from graphspec.commands.provenance import commit
+from graphspec.engine.engine import Engine
+from graphspec.records.config import EngineConfig
+from graphspec.records.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from graphspec import Engine
+
+class Watched(Engine):
+    """Notes when the model was loaded."""
+
+    loaded_at = 0.0
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.loaded_at = time.monotonic()
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
 
 def start(first: Request) -> tuple[Run, str]:
-    from bench_common import commit, quiet_transformers
-
-    from graphspec import Engine, EngineConfig
-
-    class Watched(Engine):
-        """Says when the model was loaded."""
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            at["load"] = time.monotonic()
-            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-
     quiet_transformers()
     at = {"import": time.monotonic()}
     engine = Watched.from_pretrained(first["model"], EngineConfig(**first["config"]))
-    at["engine"] = time.monotonic()
+    assert isinstance(engine, Watched)
+    at |= {"load": engine.loaded_at, "engine": time.monotonic()}
     at["first token"], at["first decode step"] = serve(engine, first["prompt"])
     started = time.monotonic()
     again, _ = serve(engine, first["prompt"][::-1])
@@ -45,8 +46,6 @@ def start(first: Request) -> tuple[Run, str]:
 
 def serve(engine: Engine, prompt: str) -> tuple[float, float]:
     """When the first token of a request came, and what the first decode step gave."""
-    from graphspec import SamplingParams
-
     engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
     times = []
     while engine.has_unfinished_requests():

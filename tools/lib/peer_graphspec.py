@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from bench_common import commit, quiet_transformers
-from peer_protocol import Answer, Request, Run, answer
-from serving_load import capture_graphs, serve
 
 from graphspec import Engine, EngineConfig, SamplingParams
+from graphspec.commands.bench.peer import Answer, Request, Run
+from graphspec.commands.bench.serving_load import capture_graphs, serve
+from graphspec.commands.command import quiet_transformers
+from graphspec.commands.provenance import commit
 from graphspec.engine.resolve import DTYPES, resolve_device
 from graphspec.models.loading import load_module
 
@@ -35,7 +36,3 @@ def start(first: Request) -> tuple[Run, str]:
         }
 
     return run, f"graphspec {commit()}, torch {torch.__version__}"
-
-
-if __name__ == "__main__":
-    answer(start)

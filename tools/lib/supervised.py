@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_report import Report
+from lib.gpu_report import Report
 
 LOST = 3  # exit status of a worker whose device answers no more; what it was at is a line already
 POLL_S, GRACE_S = 0.2, 5.0
