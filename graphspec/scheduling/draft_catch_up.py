@@ -48,7 +48,7 @@ class DraftCatchUp:
         launch decodes; and whether it is up to date with them."""
         table = self._table
         behind = np.flatnonzero((table.phase == DECODE) & (self._computed != UP_TO_DATE))
-        # What is in flight must be certain, too: tokens that exist when the launch runs, no more and no less.
+        # The number of tokens in flight must be certain: the drafter may only read what exists when the launch runs.
         known = self._exact[behind] & (table.placeholders[behind] == table.min_in_flight[behind])
         slots = behind[known]
         missing = table.settled[slots] + table.placeholders[slots] - self._computed[slots]

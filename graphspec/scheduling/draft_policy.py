@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from graphspec.records.launch import IntArray
 
-MARGIN = 0.05  # a larger k must promise so much more before it is taken; a smaller one need not
+MARGIN = 0.05  # a larger k is taken only if its expected throughput is better by this share; a smaller one at once
 LEARNING_STEPS = 8  # of a k that was just chosen, from which its cost is learnt
 SLOWDOWN_STEPS = 9  # whose median is how slow the machine is now
 FEW_STEPS = 3  # the first of a k at a number of rows, which are always learnt from

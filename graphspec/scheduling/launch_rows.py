@@ -66,7 +66,7 @@ def launch_prefill(table: SlotTable, chunks: list[Chunk], step: int) -> PrefillR
 
 
 def launch_catch_up(table: SlotTable, slots: IntArray, starts: IntArray, lengths: IntArray, step: int) -> PrefillRows:
-    """Chunks of settled tokens that only the drafter reads: they sample nothing and return nothing."""
+    """Chunks of tokens that the target has computed and only the drafter reads: they sample and return nothing."""
     table.last_step[slots] = step
     nothing = np.zeros(len(slots), np.int64)
     return PrefillRows(

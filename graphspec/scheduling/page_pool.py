@@ -132,7 +132,7 @@ class PagePool:
         return pages
 
     def num_evictable(self, pages: Iterable[int]) -> int:
-        """How many of `pages` count as available now and would no longer if they were shared."""
+        """How many of `pages` are cached and without owner: available now, and no longer once they are shared."""
         return sum(page in self._cached for page in pages)
 
     def share(self, pages: list[int]) -> None:
