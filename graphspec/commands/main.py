@@ -54,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="graphspec", description="LLM inference with static 1 + k decode steps.")
-    found.add_argument("--version", action=ShowVersions, nargs=0, help="versions and the device, then exit")
+    found.add_argument(
+        "--version",
+        action=ShowVersions,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        help="versions and the device, then exit",
+    )
     top = found.add_subparsers(required=True, metavar="COMMAND")
     _add(top, {"generate": generate.COMMAND})
     for name, package, commands in (("graphs", graphs, GRAPHS), ("bench", bench, BENCH)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from conftest import tiny_model
 
 from graphspec import Engine, EngineConfig, SamplingParams
 from graphspec.commands import provenance
-from graphspec.commands.bench import generate, peer, serving_load, speed_of_light, startup
+from graphspec.commands.bench import attention, generate, peer, serving_load, speed_of_light, startup
 from graphspec.commands.bench.decode_load import step_until_all_decode
 from graphspec.commands.bench.speed_of_light import ModelWork, Rates, StepBound
 from graphspec.commands.bench.step_parts import DeviceClock, HostClock, parts_between
@@ -183,6 +184,14 @@ def test_the_bound_counts_what_an_engine_reads() -> None:
 def test_rates_are_measured() -> None:
     assert speed_of_light.read_bandwidth(torch.device("cpu"), 1 << 20) > 1e6
     assert speed_of_light.matrix_rate(torch.device("cpu"), torch.float32) > 1e6
+
+
+def test_a_line_holds_the_options_of_its_command_and_no_others(bench: Bench) -> None:
+    (line,) = bench.lines("attention", "--rows", "1", "--lengths", "8", "--repeats", "2", "--num-draft", "0")
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    of_the_line = {"backend", "length"}
+    assert set(line["config"]) == set(vars(parser.parse_args([]))) - {"plot"} | of_the_line
 
 
 def test_attention_cost_follows_the_true_length(bench: Bench, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -31,12 +30,11 @@ sys.exit(status)
 
 def why_not() -> str:
     """Why no wheel can be built here; "" if one can."""
-    if importlib.util.find_spec("pip") is None:
-        return "pip is not there"
     try:
+        importlib.metadata.version("pip")
         major = int(importlib.metadata.version("setuptools").split(".")[0])
-    except importlib.metadata.PackageNotFoundError:
-        return "setuptools is not there"
+    except importlib.metadata.PackageNotFoundError as missing:
+        return f"{missing.name} is not there"
     return "" if major >= 77 else f"setuptools {major} is older than what pyproject.toml asks for"
 
 
